@@ -1,0 +1,3 @@
+from gem_kernels._version import __version__
+
+__all__ = ["__version__"]
