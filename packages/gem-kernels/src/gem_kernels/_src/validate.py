@@ -1,0 +1,149 @@
+"""Checks shared by the packed-sequence ops: shapes, dtypes and devices; offset values where reading them is free."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_FLOAT_DTYPES_CUDA = (torch.float16, torch.bfloat16, torch.float32)
+_OFFSET_DTYPES = (torch.int32, torch.int64)
+
+
+def check_values(op: str, name: str, x: Tensor) -> None:
+    """Raise unless ``x`` is a packed (T, H, D) float tensor that the kernels of its device can read."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{op}: `{name}` must be a Tensor, got {type(x).__name__}.")
+    if x.dim() != 3:
+        raise ValueError(
+            f"{op}: `{name}` must have shape (T, H, D), got {tuple(x.shape)}; pack the sequences along dim 0 first."
+        )
+    if not x.dtype.is_floating_point:
+        raise TypeError(f"{op}: `{name}` must be a floating point tensor, got {x.dtype}; cast it first.")
+    if x.device.type == "cuda" and x.dtype not in _FLOAT_DTYPES_CUDA:
+        raise TypeError(
+            f"{op}: `{name}` must be float16, bfloat16 or float32 on CUDA, got {x.dtype}; "
+            "cast it or move it to the CPU."
+        )
+    if x.shape[1] == 0 or x.shape[2] == 0:
+        raise ValueError(f"{op}: `{name}` must have at least one head and one channel, got {tuple(x.shape)}.")
+
+
+def check_offsets(op: str, name: str, offsets: Tensor, like: Tensor) -> None:
+    """Raise unless ``offsets`` is a (B + 1,) integer tensor on the device of ``like``."""
+    if not isinstance(offsets, Tensor):
+        raise TypeError(f"{op}: `{name}` must be a Tensor of shape (B + 1,), got {type(offsets).__name__}.")
+    if offsets.dim() != 1 or offsets.shape[0] < 1:
+        raise ValueError(f"{op}: `{name}` must have shape (B + 1,) with B >= 0, got {tuple(offsets.shape)}.")
+    if offsets.dtype not in _OFFSET_DTYPES:
+        raise TypeError(f"{op}: `{name}` must be int32 or int64, got {offsets.dtype}; cast it with `.to(torch.int64)`.")
+    if offsets.device != like.device:
+        raise ValueError(
+            f"{op}: `{name}` must be on the device of the values, {like.device}, got {offsets.device}; move it there."
+        )
+
+
+def check_same(op: str, tensors: dict[str, Tensor]) -> None:
+    """Raise unless all named tensors share one dtype and one device."""
+    first_name, first = next(iter(tensors.items()))
+    for name, x in tensors.items():
+        if x.dtype != first.dtype:
+            raise TypeError(
+                f"{op}: `{name}` must have the dtype of `{first_name}`, {first.dtype}, got {x.dtype}; cast one of them."
+            )
+        if x.device != first.device:
+            raise ValueError(
+                f"{op}: `{name}` must be on the device of `{first_name}`, {first.device}, got {x.device}; move one."
+            )
+
+
+def check_max_seqlen(op: str, name: str, max_seqlen: int) -> None:
+    """Raise unless ``max_seqlen`` is a non-negative int (a Python int: a tensor would need a device sync)."""
+    if isinstance(max_seqlen, (bool, float, Tensor)) or not isinstance(max_seqlen, (int, torch.SymInt)):
+        raise TypeError(f"{op}: `{name}` must be a Python int, got {type(max_seqlen).__name__}.")
+    if max_seqlen < 0:
+        raise ValueError(f"{op}: `{name}` must be >= 0 tokens, got {max_seqlen}.")
+
+
+def check_offset_values(op: str, name: str, offsets: Tensor, total: int, max_name: str, max_seqlen: int) -> None:
+    """Raise unless ``offsets`` rise from 0 to ``total`` in steps of at most ``max_seqlen``.
+
+    Reads the offsets, which waits for the device when they are not on the CPU.
+    """
+    lengths = torch.diff(offsets)
+    first, last = int(offsets[0]), int(offsets[-1])
+    if first != 0:
+        raise ValueError(f"{op}: `{name}` must start at 0, got {first}; rebase the offsets to the packed tensor.")
+    if last != total:
+        raise ValueError(f"{op}: `{name}` must end at the number of packed rows, {total}, got {last}.")
+    if lengths.numel() == 0:
+        return
+    shortest, longest = (int(x) for x in torch.aminmax(lengths))
+    if shortest < 0:
+        b = int(torch.argmin(lengths))
+        raise ValueError(
+            f"{op}: `{name}` must not decrease, got {int(offsets[b])} then {int(offsets[b + 1])} at sequence {b}."
+        )
+    if longest > max_seqlen:
+        b = int(torch.argmax(lengths))
+        raise ValueError(
+            f"{op}: `{max_name}` must be at least the longest sequence, {longest} tokens (sequence {b}), "
+            f"got {max_seqlen}."
+        )
+
+
+def check_capacity(op: str, name: str, max_name: str, max_seqlen: int, num_sequences: int, total: int) -> None:
+    """Raise when ``total`` rows cannot fit in ``num_sequences`` of ``max_seqlen`` tokens; needs no device read."""
+    if total > num_sequences * max_seqlen:
+        raise ValueError(
+            f"{op}: `{max_name}` must be at least the longest sequence, got {max_seqlen} tokens, "
+            f"but `{name}` spreads {total} rows over {num_sequences} sequences."
+        )
+
+
+def check_attention(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets_q: Tensor,
+    offsets_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+) -> None:
+    """Raise on any shape, dtype or device mismatch of packed attention inputs; never reads tensor data."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_values(op, name, x)
+    check_same(op, {"q": q, "k": k, "v": v})
+    if k.shape[0] != v.shape[0]:
+        raise ValueError(f"{op}: `v` must have as many rows as `k`, {k.shape[0]}, got {v.shape[0]}.")
+    if k.shape[1] != v.shape[1]:
+        raise ValueError(f"{op}: `v` must have as many heads as `k`, {k.shape[1]}, got {v.shape[1]}.")
+    if k.shape[2] != q.shape[2]:
+        raise ValueError(f"{op}: `k` must have the head dim of `q`, {q.shape[2]}, got {k.shape[2]}.")
+    if q.shape[1] % k.shape[1] != 0:
+        raise ValueError(
+            f"{op}: the heads of `k` must divide the heads of `q`, got {k.shape[1]} and {q.shape[1]}; "
+            "repeat or drop heads so that they do."
+        )
+    check_offsets(op, "offsets_q", offsets_q, q)
+    check_offsets(op, "offsets_k", offsets_k, k)
+    if offsets_q.shape[0] != offsets_k.shape[0]:
+        raise ValueError(
+            f"{op}: `offsets_k` must have shape (B + 1,) = ({offsets_q.shape[0]},) like `offsets_q`, "
+            f"got ({offsets_k.shape[0]},)."
+        )
+    check_max_seqlen(op, "max_seqlen_q", max_seqlen_q)
+    check_max_seqlen(op, "max_seqlen_k", max_seqlen_k)
+
+
+def check_window(op: str, window_size: tuple[int, int]) -> None:
+    """Raise unless ``window_size`` is a pair of ints >= -1."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise TypeError(f"{op}: `window_size` must be a pair (left, right) of ints, got {window_size!r}.")
+    for side in window_size:
+        if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)):
+            raise TypeError(f"{op}: `window_size` must be a pair (left, right) of ints, got {window_size!r}.")
+        if side < -1:
+            raise ValueError(
+                f"{op}: `window_size` must hold tokens >= 0, or -1 for unbounded, got {tuple(window_size)}."
+            )
