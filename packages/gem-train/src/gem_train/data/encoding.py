@@ -1,0 +1,101 @@
+"""Values to embedding ids. Vocabularies and boundaries are learned from the training period only."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gem_train.data.parquet import Array, StringLists, Table
+from gem_train.data.ranges import expand_ranges
+from gem_train.data.schema import BucketFeature, CategoricalFeature, Feature
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class Encoder(NamedTuple):
+    """The tables of a log, and how its N sorted events refer to them."""
+
+    events: Table
+    items: Table | None
+    order: Int64Array
+    """(N,) row in `events` of each sorted event."""
+    item_row: Int64Array | None
+    """(N,) row in `items`, -1 where the item is not in the table."""
+    in_training: npt.NDArray[np.bool_]
+    """(N,) whether the event lies in the training period."""
+
+
+def encode_feature(encoder: Encoder, feature: Feature) -> tuple[int, Int64Array, Int64Array | None]:
+    """Turns a feature's column into ids.
+
+    Args:
+        encoder: The tables.
+        feature: The feature.
+
+    Returns:
+        The number of ids; the ids of all events; offsets (N + 1,), or None when each event has exactly one id.
+    """
+    table = encoder.items if feature.source == "items" else encoder.events
+    rows = encoder.item_row if feature.source == "items" else encoder.order
+    assert table is not None
+    assert rows is not None
+    if feature.column in table.lists:
+        assert isinstance(feature, CategoricalFeature)
+        return _encode_lists(feature, table.lists[feature.column], rows, encoder.in_training)
+    present = rows >= 0
+    values = table.columns[feature.column][np.maximum(rows, 0)]
+    seen = values[encoder.in_training & present]
+    if isinstance(feature, BucketFeature):
+        boundaries = _boundaries(feature, seen)
+        ids = 1 + np.searchsorted(boundaries, values.astype(np.float64), side="right")
+        num_ids = len(boundaries) + 2
+    else:
+        vocabulary = _vocabulary(feature, seen)
+        ids = _look_up(vocabulary, values)
+        num_ids = len(vocabulary) + 1
+    return num_ids, np.where(present, ids, 0).astype(np.int64), None
+
+
+def _encode_lists(
+    feature: CategoricalFeature, lists: StringLists, rows: Int64Array, in_training: npt.NDArray[np.bool_]
+) -> tuple[int, Int64Array, Int64Array]:
+    lengths = np.diff(lists.offsets)
+    starts = lists.offsets[:-1]
+    event_lengths = np.where(rows >= 0, lengths[np.maximum(rows, 0)], 0)
+    event_starts = starts[np.maximum(rows, 0)]
+    seen = lists.values[expand_ranges(event_starts[in_training], event_lengths[in_training])]
+    vocabulary = _vocabulary(feature, seen)
+    ids = _look_up(vocabulary, lists.values)
+    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum(event_lengths, out=offsets[1:])
+    return len(vocabulary) + 1, ids[expand_ranges(event_starts, event_lengths)], offsets
+
+
+def _vocabulary(feature: CategoricalFeature, seen: Array) -> Array:
+    if feature.values is not None:
+        return np.asarray(feature.values, dtype=seen.dtype if seen.dtype.kind in "if" else np.str_)
+    values, counts = np.unique(seen, return_counts=True)
+    values, counts = values[counts >= feature.min_count], counts[counts >= feature.min_count]
+    return values[np.argsort(-counts, kind="stable")]
+
+
+def _look_up(vocabulary: Array, values: Array) -> Int64Array:
+    """1 + position in the vocabulary, 0 for values that are not in it."""
+    if not vocabulary.size:
+        return np.zeros(len(values), dtype=np.int64)
+    order = np.argsort(vocabulary, kind="stable")
+    ordered = vocabulary[order]
+    found = np.minimum(np.searchsorted(ordered, values), len(ordered) - 1)
+    return np.where(ordered[found] == values, order[found] + 1, 0).astype(np.int64)
+
+
+def _boundaries(feature: BucketFeature, seen: Array) -> npt.NDArray[np.float64]:
+    if feature.boundaries is not None:
+        return np.asarray(feature.boundaries, dtype=np.float64)
+    assert feature.num_buckets is not None
+    if not seen.size:
+        return np.empty(0, dtype=np.float64)
+    levels = np.linspace(0.0, 1.0, feature.num_buckets + 1)[1:-1]
+    return np.unique(np.quantile(seen.astype(np.float64), levels, method="lower"))
