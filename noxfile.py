@@ -1,0 +1,294 @@
+"""Every check of the project, by name. `nox -l` lists them; `nox` runs what must be green on a machine without a GPU.
+
+Sessions share one environment, `.nox/shared`, built on first use. With `GEM_NOX_ACTIVE=1` (or `nox -s ... -- --active`)
+they use the Python that runs nox instead, install nothing and put the packages' sources on PYTHONPATH: that is how a
+GPU runner with its own torch, or without a network, runs them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+SHARED = ROOT / ".nox" / "shared"
+PACKAGE_DIRS = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
+PACKAGES = [
+    nox.param(path.name, id=path.name.removeprefix("gem-"), tags=[path.name, "package"]) for path in PACKAGE_DIRS
+]
+GROUPS = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+SOURCES = os.pathsep.join(str(path / "src") for path in PACKAGE_DIRS)
+MYPY_TARGETS = [str(path / "src") for path in PACKAGE_DIRS]
+# Extras a package's own tests need; the others (cuda, te) need a GPU.
+CPU_EXTRAS = ("cpu", "recipes")
+CI_SESSIONS = ("lint", "typecheck", "imports", "tests", "compile", "integration", "tests_dist", "build", "lowest")
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+
+nox.options.sessions = ["ci"]
+nox.options.error_on_missing_interpreters = True
+
+_timings: list[tuple[str, float, str]] = []
+
+
+def gem_session(**options: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """`nox.session` without an environment of its own, its wall time kept for the table of `ci`."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def timed(session: nox.Session, *args: object, **kwargs: object) -> None:
+            start, outcome = time.perf_counter(), "failed"
+            try:
+                function(session, *args, **kwargs)
+                outcome = "ok"
+            finally:
+                _timings.append((session.name, time.perf_counter() - start, outcome))
+
+        return nox.session(venv_backend="none", **options)(timed)
+
+    return decorate
+
+
+# ---------------------------------------------------------------- environments
+
+
+def active(session: nox.Session) -> bool:
+    return os.environ.get("GEM_NOX_ACTIVE", "0") not in ("", "0") or "--active" in session.posargs
+
+
+def posargs(session: nox.Session) -> list[str]:
+    return [argument for argument in session.posargs if argument != "--active"]
+
+
+def extras(package_dir: Path) -> str:
+    declared = tomllib.loads((package_dir / "pyproject.toml").read_text())["project"].get("optional-dependencies", {})
+    names = [name for name in CPU_EXTRAS if name in declared]
+    return f"[{','.join(names)}]" if names else ""
+
+
+def new_environment(session: nox.Session, path: Path, requirements: list[str]) -> Path:
+    """Create a virtual environment at `path`, install `requirements`, return its Python."""
+    shutil.rmtree(path, ignore_errors=True)
+    # virtualenv comes with nox and, unlike venv, does not need the system's ensurepip.
+    session.run(sys.executable, "-m", "virtualenv", "-q", str(path), silent=True)
+    python = path / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    session.run(str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *requirements)
+    return python
+
+
+def shared_python(session: nox.Session) -> str:
+    """The Python that runs the checks: the active one, or that of `.nox/shared`, built when its inputs have changed."""
+    if active(session):
+        return sys.executable
+    requirements = [*GROUPS["cpu"], *GROUPS["tools"]]
+    for path in PACKAGE_DIRS:
+        requirements += ["-e", f"{path}{extras(path)}"]
+    inputs = [sys.version, *requirements, *((path / "pyproject.toml").read_text() for path in PACKAGE_DIRS)]
+    digest = hashlib.sha256("\n".join(inputs).encode()).hexdigest()
+    stamp = SHARED / "gem-stamp"
+    if not stamp.exists() or stamp.read_text() != digest:
+        start = time.perf_counter()
+        new_environment(session, SHARED, requirements)
+        stamp.write_text(digest)
+        seconds = time.perf_counter() - start
+        _timings.append(("(shared environment)", seconds, "ok"))
+        session.log(f"built {SHARED.relative_to(ROOT)} in {seconds:.0f} s")
+    return str(SHARED / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
+
+
+def environment(session: nox.Session, **variables: str) -> dict[str, str]:
+    """Variables for a child process: one thread unless the caller set it; sources on PYTHONPATH if active."""
+    env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **variables}
+    if active(session):
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [SOURCES, os.environ.get("PYTHONPATH", "")]))
+    return env
+
+
+def module(session: nox.Session, *command: str, **variables: str) -> None:
+    """Run `python -m <command>` in the checks' environment."""
+    session.run(shared_python(session), "-m", *command, env=environment(session, **variables))
+
+
+def pytest(session: nox.Session, *arguments: str, python: str | None = None, **variables: str) -> None:
+    command = [python or shared_python(session), "-m", "pytest", "-c", str(ROOT / "pyproject.toml")]
+    session.run(*command, f"--rootdir={ROOT}", *arguments, *posargs(session), env=environment(session, **variables))
+
+
+def mentions(folder: Path, *needles: str) -> bool:
+    """Whether a Python file below `folder` contains one of the `needles`."""
+    return any(needle in path.read_text() for path in folder.rglob("*.py") for needle in needles)
+
+
+# ---------------------------------------------------------------- static checks
+
+
+@gem_session(tags=["cpu", "static"])
+def lint(session: nox.Session) -> None:
+    """Ruff: rules and format."""
+    module(session, "ruff", "check", *posargs(session), ".")
+    module(session, "ruff", "format", "--check", ".")
+
+
+@gem_session(tags=["cpu", "static"])
+def typecheck(session: nox.Session) -> None:
+    """Mypy, strict, over the five source trees."""
+    module(session, "mypy", *posargs(session), *MYPY_TARGETS, MYPYPATH=SOURCES)
+
+
+@gem_session(tags=["cpu", "static"])
+def imports(session: nox.Session) -> None:
+    """Import contracts, declared dependencies, annotations of host functions, file sizes."""
+    python = shared_python(session)
+    session.run(
+        python,
+        "-c",
+        "from importlinter.cli import lint_imports_command as run; run()",
+        "--no-logo",
+        env=environment(session),
+    )
+    session.run(python, str(ROOT / ".ci" / "source_rules.py"))
+
+
+# ---------------------------------------------------------------- tests on the CPU
+
+
+@gem_session(tags=["cpu"])
+@nox.parametrize("package", PACKAGES)
+def tests(session: nox.Session, package: str) -> None:
+    """A package's tests on the CPU, Triton kernels through the interpreter."""
+    pytest(session, f"packages/{package}/tests", "-m", "not gpu and not compile", **INTERPRETED)
+
+
+@gem_session(tags=["cpu"])
+@nox.parametrize("package", PACKAGES)
+def compile(session: nox.Session, package: str) -> None:
+    """Compile a package's Triton kernels for sm_90 and sm_100 without a GPU."""
+    if not mentions(ROOT / "packages" / package / "src", "triton.jit"):
+        session.log(f"{package} has no Triton kernel: nothing to compile")
+        return
+    # A package with kernels but without such tests ends here with pytest's "no tests collected", an error.
+    pytest(session, f"packages/{package}/tests", "-m", "compile and not gpu")
+
+
+@gem_session(tags=["cpu"])
+def integration(session: nox.Session) -> None:
+    """The packages together, in one process; READMEs; versions; public names."""
+    pytest(session, "tests/integration", "tests/packaging", "-m", "not gpu", **INTERPRETED)
+
+
+@gem_session(tags=["cpu"])
+def tests_dist(session: nox.Session) -> None:
+    """The packages together, in several gloo processes."""
+    pytest(session, "tests/dist", "-m", "not gpu", **INTERPRETED)
+
+
+# ---------------------------------------------------------------- GPU lane
+
+
+@gem_session(tags=["gpu"])
+@nox.parametrize("package", PACKAGES)
+def tests_gpu(session: nox.Session, package: str) -> None:
+    """A package's GPU tests; an error without CUDA, and when a test is skipped that is not marked sm100."""
+    session.run(
+        shared_python(session),
+        "-c",
+        "import sys, torch; torch.cuda.is_available() or sys.exit('tests_gpu: torch sees no CUDA device')",
+    )
+    if not mentions(ROOT / "packages" / package / "tests", "mark.gpu"):
+        session.log(f"{package} has no GPU test")
+        return
+    plugin = os.pathsep.join(filter(None, [str(ROOT / ".ci"), environment(session).get("PYTHONPATH", "")]))
+    pytest(session, f"packages/{package}/tests", "-m", "gpu", "-p", "gpu_lane", PYTHONPATH=plugin)
+
+
+@gem_session(tags=["bench"])
+@nox.parametrize("package", PACKAGES)
+def bench(session: nox.Session, package: str) -> None:
+    """A package's benchmarks, one process each; arguments after `--` reach every one."""
+    scripts = sorted((ROOT / "packages" / package / "benchmarks").glob("bench_*.py"))
+    if not scripts:
+        session.log(f"{package} has no benchmark")
+    for script in scripts:
+        session.run(shared_python(session), str(script), *posargs(session), env=environment(session))
+
+
+# ---------------------------------------------------------------- release checks
+
+
+@gem_session(tags=["cpu", "release"])
+@nox.parametrize("package", PACKAGES)
+def lowest(session: nox.Session, package: str) -> None:
+    """A package's tests with only what it declares, at the lowest versions it declares."""
+    if active(session):
+        session.error("lowest builds an environment of its own; unset GEM_NOX_ACTIVE")
+    resolved = subprocess.run(
+        [sys.executable, str(ROOT / ".ci" / "lowest.py"), package], check=True, capture_output=True, text=True
+    ).stdout.split()
+    path = SHARED.with_name(f"lowest-{package}")
+    python = new_environment(session, path, [*GROUPS["cpu"], *GROUPS["test"], *resolved])
+    pytest(session, f"packages/{package}/tests", "-m", "not gpu and not compile", python=str(python), **INTERPRETED)
+
+
+@gem_session(tags=["cpu", "release"])
+def build(session: nox.Session) -> None:
+    """Build the wheels and sdists, install them outside the checkout, import every module, train three steps."""
+    dist = ROOT / "dist"
+    shutil.rmtree(dist, ignore_errors=True)
+    for path in PACKAGE_DIRS:
+        with session.chdir(path):
+            module(session, "hatchling", "build", "-d", str(dist))
+    session.run(shared_python(session), str(ROOT / ".ci" / "wheels.py"), "contents", str(dist))
+    if active(session):
+        session.log("installing the wheels needs a package index: not done with the active environment")
+        return
+    with tempfile.TemporaryDirectory(prefix="gem-wheels-") as folder, session.chdir(folder):
+        wheels = [
+            f"{wheel}{extras(path)}"
+            for path in PACKAGE_DIRS
+            for wheel in dist.glob(f"{path.name.replace('-', '_')}-*.whl")
+        ]
+        python = new_environment(session, Path(folder) / "env", [*GROUPS["cpu"], *wheels])
+        session.run(str(python), str(ROOT / ".ci" / "wheels.py"), "imports", str(dist))
+        gem = str(python.with_name("gem"))
+        session.run(gem, "doctor", env=environment(session))
+        session.run(gem, "train", "synthetic", "--steps", "3", "--out", f"{folder}/run", env=environment(session))
+
+
+# ---------------------------------------------------------------- whole
+
+
+@gem_session()
+def demo(session: nox.Session) -> None:
+    """Train the demo: `gem train ml-latest-small --out runs/demo`; arguments after `--` follow."""
+    module(session, "gem_train.cli", "train", "ml-latest-small", "--out", "runs/demo", *posargs(session))
+
+
+@nox.session(venv_backend="none")
+def ci(session: nox.Session) -> None:
+    """Everything a machine without a GPU can check, then a table of times."""
+    skipped = ("lowest",) if active(session) else ()
+    for name in CI_SESSIONS:
+        if name in skipped:
+            continue
+        names = [f"{name}({param.id})" for param in PACKAGES] if name in ("tests", "compile", "lowest") else [name]
+        for each in names:
+            session.notify(each)
+    session.notify("timings")
+
+
+@nox.session(venv_backend="none")
+def timings(session: nox.Session) -> None:
+    """Print the wall time of each session of this run."""
+    lines = [f"{name:<24}{seconds:>8.1f} s  {outcome}" for name, seconds, outcome in _timings]
+    total = sum(seconds for name, seconds, _ in _timings if not name.startswith("("))
+    session.log("wall times\n" + "\n".join([*lines, f"{'all sessions':<24}{total:>8.1f} s"]))
