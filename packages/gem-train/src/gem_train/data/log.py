@@ -207,7 +207,7 @@ def build_event_log(schema: DatasetSchema, events: Table, items: Table | None = 
         user=user,
         timestamp=timestamp,
         item=item.astype(np.int64),
-        row=order.astype(np.int64),
+        row=(order if events.rows is None else events.rows[order]).astype(np.int64),
         history_start=start,
         history_end=end,
         labels={
@@ -291,7 +291,7 @@ def _item_rows(
             f"every item must be in the item table {items.file} ({len(missing)} are not)",
             file=events.file,
             column=schema.item,
-            row=row,
+            row=events.file_row(row),
             value=missing[0].item(),
             remedy="add the items, or set unknown_items='empty' in the schema",
         )
@@ -344,7 +344,7 @@ def _dense(
                     "must be > -1 for the transform log1p",
                     file=events.file,
                     column=entry.column,
-                    row=int(order[worst]),
+                    row=events.file_row(int(order[worst])),
                     value=float(values[worst]),
                     remedy="use transform='identity' or give the column a minimum",
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from gem_train.data.errors import DataError
 from gem_train.data.schema import Column
 
-Array = npt.NDArray[np.generic]
+Array = npt.NDArray[Any]
 
 
 class StringLists(NamedTuple):
@@ -34,6 +34,12 @@ class Table(NamedTuple):
     columns: Mapping[str, Array]
     """int columns as int64, float as float64, string as numpy unicode."""
     lists: Mapping[str, StringLists]
+    rows: npt.NDArray[np.int64] | None = None
+    """Row in the file of each row here, when a filter left some out; None when none was."""
+
+    def file_row(self, row: int) -> int:
+        """Row in the file of a row of this table."""
+        return row if self.rows is None else int(self.rows[row])
 
 
 def read_table(path: str | os.PathLike[str], columns: Sequence[Column]) -> Table:
@@ -135,7 +141,7 @@ def _numbers(file: str, column: Column, data: pa.Array) -> Array:
     if not integer and not pa.types.is_floating(kind):
         raise _wrong_type(file, column, data, "a number type")
     _no_nulls(file, column, data)
-    values: Array = data.to_numpy(zero_copy_only=False)
+    values: npt.NDArray[Any] = data.to_numpy(zero_copy_only=False)
     if values.dtype == np.uint64 and values.size and int(values.max()) > np.iinfo(np.int64).max:
         row = int(values.argmax())
         raise DataError(
@@ -152,10 +158,10 @@ def _numbers(file: str, column: Column, data: pa.Array) -> Array:
         _raise_value(file, column, row, "must be finite", values, "fill or drop these rows")
     if column.minimum is not None and (values < column.minimum).any():
         row = int(np.flatnonzero(values < column.minimum)[0])
-        _raise_value(file, column, row, f"must be >= {column.minimum:g}", values, "correct or drop these rows")
+        _raise_value(file, column, row, f"must be >= {column.minimum}", values, "correct or drop these rows")
     if column.maximum is not None and (values > column.maximum).any():
         row = int(np.flatnonzero(values > column.maximum)[0])
-        _raise_value(file, column, row, f"must be <= {column.maximum:g}", values, "correct or drop these rows")
+        _raise_value(file, column, row, f"must be <= {column.maximum}", values, "correct or drop these rows")
     return values
 
 
