@@ -29,15 +29,14 @@ def declared(package: str) -> Iterator[str]:
         yield from table.get("optional-dependencies", {}).get(extra, [])
 
 
-def siblings(package: str, seen: dict[str, None]) -> dict[str, None]:
-    """The packages of this checkout that `package` needs, itself included."""
-    if package not in seen:
-        seen[package] = None
-        for requirement in declared(package):
-            name = re.split(r"[\[<>=!~; ]", requirement, maxsplit=1)[0]
-            if (ROOT / "packages" / name).is_dir():
-                siblings(name, seen)
-    return seen
+def siblings(package: str) -> dict[str, None]:
+    """The packages of this checkout that `package` needs, those first that others need, itself last."""
+    found: dict[str, None] = {}
+    for requirement in declared(package):
+        name = re.split(r"[\[<>=!~; ]", requirement, maxsplit=1)[0]
+        if (ROOT / "packages" / name).is_dir():
+            found |= siblings(name)
+    return found | {package: None}
 
 
 def floor(requirement: str) -> str | None:
@@ -49,7 +48,7 @@ def floor(requirement: str) -> str | None:
 
 
 def main(package: str) -> None:
-    needed = siblings(package, {})
+    needed = siblings(package)
     arguments = []
     for name in needed:
         extras = [extra for extra in EXTRAS if extra in project(name).get("optional-dependencies", {})]
