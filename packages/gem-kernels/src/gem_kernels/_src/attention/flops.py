@@ -1,0 +1,30 @@
+"""Floating point operations of attention over packed sequences, from the true lengths."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from gem_kernels._src.attention.window import count_pairs
+
+
+def num_pairs(q: Tensor, k: Tensor, offsets_q: Tensor, offsets_k: Tensor, left: int, right: int) -> int:
+    """Valid (query, key) pairs; of average lengths when the offsets carry no data (fake or meta tensors)."""
+    if not (isinstance(offsets_q, FakeTensor) or offsets_q.is_meta):
+        return count_pairs(offsets_q, offsets_k, left, right)
+    num_sequences = max(offsets_q.shape[0] - 1, 1)
+    average_q, average_k = (
+        torch.tensor([0, x.shape[0] // num_sequences], dtype=torch.int64, device="cpu") for x in (q, k)
+    )
+    return num_sequences * count_pairs(average_q, average_k, left, right)
+
+
+def forward_flops(pairs: int, num_heads: int, head_dim: int, head_dim_v: int) -> int:
+    """Two matmuls per pair: q kᵀ and p v. With D = D_v this is 4 H D pairs."""
+    return 2 * pairs * num_heads * (head_dim + head_dim_v)
+
+
+def backward_flops(pairs: int, num_heads: int, head_dim: int, head_dim_v: int) -> int:
+    """Five matmuls per pair: q kᵀ again, do vᵀ, pᵀ do, ds k and dsᵀ q. With D = D_v this is 2.5 times the forward."""
+    return 2 * pairs * num_heads * (3 * head_dim + 2 * head_dim_v)

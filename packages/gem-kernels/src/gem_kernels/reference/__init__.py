@@ -1,0 +1,6 @@
+"""Plain loops over sequences: what each op means, forward and closed-form backward, in any float dtype."""
+
+from gem_kernels.reference.gdpa import gdpa, gdpa_backward
+from gem_kernels.reference.jagged_attention import jagged_attention, jagged_attention_backward
+
+__all__ = ["gdpa", "gdpa_backward", "jagged_attention", "jagged_attention_backward"]

@@ -1,0 +1,99 @@
+"""Softmax attention over packed sequences as a plain loop: the oracle of ``gem_kernels.jagged_attention``.
+
+Works in the dtype of its inputs on any device; float64 gives the oracle, the kernel's dtype gives the eager error that
+the tests' tolerance is derived from. The backward is the closed form, not autograd.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gem_kernels._src.attention.window import normalize_window, pair_mask
+
+
+def _heads_first(x: Tensor, start: int, stop: int, repeat: int) -> Tensor:
+    """(T, H, D) rows of one sequence as (H * repeat, L, D), each head repeated for its group of query heads."""
+    return x[start:stop].transpose(0, 1).repeat_interleave(repeat, dim=0)
+
+
+def _probabilities(
+    qs: Tensor, ks: Tensor, scale: float, left: int, right: int
+) -> tuple[Tensor, Tensor]:  # (H, L_q, L_k), (H, L_q)
+    positions_q = torch.arange(qs.shape[1], device=qs.device)
+    positions_k = torch.arange(ks.shape[1], device=qs.device)
+    mask = pair_mask(positions_q, positions_k, left, right)
+    scores = (qs @ ks.transpose(1, 2) * scale).masked_fill(~mask, float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1)
+    # A row without a valid key has lse = -inf; its probabilities are 0, not exp(-inf + inf).
+    p = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
+    return p, lse
+
+
+def jagged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    offsets_q: Tensor,
+    offsets_k: Tensor,
+    scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+) -> tuple[Tensor, Tensor]:
+    """Output (T_q, H, D_v) in the dtype of q and log-sum-exp (T_q, H); arguments as in ``gem_kernels``."""
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    left, right = normalize_window(causal, window_size)
+    repeat = q.shape[1] // k.shape[1]
+    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+    lse = q.new_full((q.shape[0], q.shape[1]), float("-inf"))
+    bounds_q, bounds_k = offsets_q.tolist(), offsets_k.tolist()
+    for b in range(len(bounds_q) - 1):
+        (q0, q1), (k0, k1) = bounds_q[b : b + 2], bounds_k[b : b + 2]
+        if q0 == q1 or k0 == k1:
+            continue
+        qs, ks, vs = _heads_first(q, q0, q1, 1), _heads_first(k, k0, k1, repeat), _heads_first(v, k0, k1, repeat)
+        p, lse_b = _probabilities(qs, ks, scale, left, right)
+        out[q0:q1] = (p @ vs).transpose(0, 1)
+        lse[q0:q1] = lse_b.transpose(0, 1)
+    return out, lse
+
+
+def jagged_attention_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    offsets_q: Tensor,
+    offsets_k: Tensor,
+    scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    dlse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients dq, dk, dv from ``do`` (T_q, H, D_v) and, when the caller uses the log-sum-exp, ``dlse`` (T_q, H).
+
+    With P the probabilities: dV = Pᵀ dO, dS = P ⊙ (dO Vᵀ - rowsum(dO ⊙ O) + dlse), dQ = scale dS K, dK = scale dSᵀ Q.
+    """
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    left, right = normalize_window(causal, window_size)
+    repeat = q.shape[1] // k.shape[1]
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    bounds_q, bounds_k = offsets_q.tolist(), offsets_k.tolist()
+    for b in range(len(bounds_q) - 1):
+        (q0, q1), (k0, k1) = bounds_q[b : b + 2], bounds_k[b : b + 2]
+        if q0 == q1 or k0 == k1:
+            continue
+        qs, ks, vs = _heads_first(q, q0, q1, 1), _heads_first(k, k0, k1, repeat), _heads_first(v, k0, k1, repeat)
+        dos = _heads_first(do, q0, q1, 1)
+        p, _ = _probabilities(qs, ks, scale, left, right)
+        dp = dos @ vs.transpose(1, 2)
+        delta = (p * dp).sum(dim=-1, keepdim=True)
+        if dlse is not None:
+            delta = delta - dlse[q0:q1].transpose(0, 1)[..., None].to(delta.dtype)
+        ds = p * (dp - delta) * scale
+        dq[q0:q1] = (ds @ ks).transpose(0, 1)
+        dk[k0:k1] = (ds.transpose(1, 2) @ qs).unflatten(0, (-1, repeat)).sum(1).transpose(0, 1)
+        dv[k0:k1] = (p.transpose(1, 2) @ dos).unflatten(0, (-1, repeat)).sum(1).transpose(0, 1)
+    return dq, dk, dv
