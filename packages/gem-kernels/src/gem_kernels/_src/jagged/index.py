@@ -1,0 +1,64 @@
+"""Where each packed row belongs: index arithmetic of the jagged helpers, in int64 and without a device sync."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gem_kernels._src.validate import check_max_seqlen, check_offset_values, check_offsets
+
+
+def check_jagged(op: str, name: str, values: Tensor, offsets_name: str, offsets: Tensor) -> None:
+    """Raise unless ``values`` (T, ...) and ``offsets`` (B + 1,) form a jagged pair; offsets are read on the CPU only."""
+    check_jagged_values(op, name, values)
+    check_offsets(op, offsets_name, offsets, values)
+    check_on_cpu(op, offsets_name, offsets, values.shape[0])
+
+
+def check_jagged_values(op: str, name: str, values: Tensor) -> None:
+    """Raise unless ``values`` is a tensor with at least one dim."""
+    if not isinstance(values, Tensor):
+        raise TypeError(f"{op}: `{name}` must be a Tensor, got {type(values).__name__}.")
+    if values.dim() < 1:
+        raise ValueError(f"{op}: `{name}` must have shape (T, ...), got (); pack the rows along dim 0 first.")
+
+
+def check_on_cpu(op: str, name: str, offsets: Tensor, total: int) -> None:
+    """Raise on offsets that do not rise from 0 to ``total``; costs nothing on the CPU, so it is done there always."""
+    # A traced program cannot branch on data.
+    if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_offset_values(op, name, offsets, total, "max_seqlen", total)
+
+
+def check_size(op: str, name: str, size: int) -> None:
+    """Raise unless ``size`` is an int >= 0."""
+    check_max_seqlen(op, name, size)
+
+
+def sequence_and_position(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """For each of ``total`` packed rows, its sequence and its position there, both (total,) int64.
+
+    Rows at or past ``offsets[-1]`` get sequence B and a position >= 0.
+    """
+    rows = torch.arange(total, device=offsets.device)
+    offsets = offsets.to(torch.int64)
+    sequence = torch.searchsorted(offsets[1:].contiguous(), rows, right=True)
+    return sequence, rows - offsets[sequence]
+
+
+def scatter_rows(values: Tensor, index: Tensor, num_rows: int, fill: float) -> Tensor:
+    """(num_rows, ...) with ``values[i]`` at ``index[i]`` and ``fill`` elsewhere; index ``num_rows`` drops the row.
+
+    The gradient is a gather, so it needs no atomics and is deterministic.
+    """
+    out = values.new_full((num_rows + 1, *values.shape[1:]), fill)
+    return out.index_copy_(0, index, values)[:num_rows]
+
+
+def gather_rows(values: Tensor, index: Tensor, valid: Tensor) -> Tensor:
+    """``values[index]`` where ``valid``, else 0; index (N,) may hold anything where it is not valid."""
+    if values.shape[0] == 0:
+        # Nothing can be valid; the empty sum keeps the result in the graph.
+        return values.sum(0, dtype=values.dtype).expand(index.shape[0], *values.shape[1:]).clone()
+    rows = values.index_select(0, torch.where(valid, index, 0))
+    return torch.where(valid.view(-1, *[1] * (values.dim() - 1)), rows, rows.new_zeros(()))
