@@ -1,0 +1,78 @@
+"""Scoring a split: exact counts, one merge of metric states at the end."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from gem_train.feed import Feed
+from gem_train.metrics import BinaryMetrics
+from gem_train.protocols import BatchSource, EmbeddingModule
+from gem_train.timing import PhaseTimer
+from gem_train.world import World
+
+__all__ = ["Evaluation", "evaluate"]
+
+
+class Evaluation(NamedTuple):
+    """Scores of one split."""
+
+    num_samples: int
+    """Samples scored, of all ranks."""
+    loss: float
+    """Mean of the weighted loss per sample."""
+    tasks: dict[str, dict[str, Any]]
+    """Task -> values of `BinaryMetrics.compute`."""
+
+    @property
+    def ne(self) -> float | None:
+        """NE of the first task, or None where it does not exist."""
+        value = next(iter(self.tasks.values()))["ne"] if self.tasks else None
+        return None if value is None else float(value)
+
+
+def evaluate(
+    model: nn.Module, embeddings: EmbeddingModule, source: BatchSource, world: World, *, curve_points: int = 20
+) -> Evaluation:
+    """Scores a source from its current position to its end. All ranks call it.
+
+    Args:
+        model: A `TrainableModel`.
+        embeddings: The tables.
+        source: The split; a slice may be empty on some ranks.
+        world: The ranks.
+        curve_points: Points of the calibration curve.
+
+    Returns:
+        The scores, the same on all ranks.
+
+    Raises:
+        ValueError: if the source gives no batch.
+    """
+    was_training = model.training
+    model.eval()
+    metrics: dict[str, BinaryMetrics] = {}
+    loss = torch.zeros((), dtype=torch.float64, device=world.device)
+    num_samples = 0
+    try:
+        with torch.no_grad():
+            feed = Feed(source, embeddings=embeddings, world=world, timer=PhaseTimer(world.device))
+            while (staged := feed.next()) is not None:
+                outputs = model(staged.batch, embeddings.lookup(staged.pending))
+                loss += model.loss(outputs, staged.batch).total.double()  # type: ignore[operator]
+                num_samples += staged.num_samples
+                for task, logits in outputs.items():
+                    state = metrics.setdefault(task, BinaryMetrics(world.device))
+                    state.update(logits.float(), staged.batch.labels[task])
+    finally:
+        model.train(was_training)
+    if num_samples == 0:
+        raise ValueError("evaluate: `source` must give at least one sample, got none; check the split")
+    for state in metrics.values():
+        if world.size > 1:
+            state.all_reduce()
+    return Evaluation(
+        num_samples,
+        float(world.sum(loss)) / num_samples,
+        {task: state.compute(curve_points=curve_points) for task, state in metrics.items()},
+    )

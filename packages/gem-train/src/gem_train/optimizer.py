@@ -1,0 +1,65 @@
+"""The dense optimizer, with state that exists from the first step on and goes into a checkpoint by name."""
+
+import torch
+from torch import Tensor, nn
+
+from gem_train.config import TrainerConfig
+
+__all__ = ["build_adamw", "optimizer_tensors", "set_learning_rate"]
+
+
+def build_adamw(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
+    """Fused AdamW over a model's parameters.
+
+    Weight decay is for parameters with two or more dims. The moments are made here and not at the first step, so
+    that a checkpoint always has the same inventory.
+
+    Args:
+        model: The dense model, already placed and sharded.
+        config: Learning rate, betas, eps, weight decay.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: if the model has no trainable parameter.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise ValueError("build_adamw: `model` must have trainable parameters, got none; check its configuration")
+    decayed = [parameter for parameter in parameters if parameter.ndim >= 2]
+    plain = [parameter for parameter in parameters if parameter.ndim < 2]
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
+    for parameter in parameters:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter.detach()),
+            "exp_avg_sq": torch.zeros_like(parameter.detach()),
+        }
+    return optimizer
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Sets the step size of all groups."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state as `<parameter name>.<moment>` -> live tensor."""
+    return {
+        f"{name}.{key}": tensor
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+        for key, tensor in optimizer.state[parameter].items()
+    }

@@ -1,0 +1,372 @@
+"""The training loop: steps, records, evaluations and checkpoints of one run."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gem_train import rng
+from gem_train.checkpoint import Checkpointer
+from gem_train.config import TrainerConfig
+from gem_train.errors import CheckpointError
+from gem_train.evaluation import Evaluation, evaluate
+from gem_train.feed import Feed, Staged
+from gem_train.mfu import account
+from gem_train.optimizer import build_adamw, optimizer_tensors
+from gem_train.progress import Progress, SilentProgress
+from gem_train.protocols import BatchSource, EmbeddingModule
+from gem_train.run_log import RunLog
+from gem_train.schedule import LearningRateSchedule
+from gem_train.step import ClipGradients, TrainStep
+from gem_train.timing import PhaseTimer
+from gem_train.window import Window
+from gem_train.world import World
+
+__all__ = ["TrainResult", "Trainer"]
+
+_DENSE_AND_SPARSE = ("model.", "embeddings.")
+
+
+class TrainResult(NamedTuple):
+    """How a run ended."""
+
+    step: int
+    """Steps done."""
+    samples: int
+    """Samples trained on, counting repeats."""
+    reason: str
+    """"finished", "max_seconds" or "interrupted"."""
+    evaluations: dict[str, Evaluation]
+    """Split -> scores at the end; empty after an interruption."""
+
+
+class Trainer:
+    """Trains a dense model and sparse tables on one source."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        *,
+        model: nn.Module,
+        embeddings: EmbeddingModule,
+        sparse_learning_rate: float,
+        train_source: BatchSource,
+        total_steps: int,
+        tasks: tuple[str, ...],
+        eval_sources: Mapping[str, Callable[[], BatchSource]] | None = None,
+        world: World | None = None,
+        clip: ClipGradients = torch.nn.utils.clip_grad_norm_,
+        checkpointer: Checkpointer | None = None,
+        log: RunLog | None = None,
+        progress: Progress | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+        device_name: str = "cpu",
+    ) -> None:
+        """Binds the parts of a run; nothing is read or written yet.
+
+        Args:
+            config: Settings of the loop.
+            model: A `TrainableModel`, on the world's device, sharded if the world has several ranks.
+            embeddings: The sparse tables.
+            sparse_learning_rate: Peak step size of the tables; it follows the dense schedule.
+            train_source: This rank's training batches.
+            total_steps: Steps from the beginning to the end of the data; `config.max_steps` may cut them.
+            tasks: Names of the model's tasks; the NE of the first one selects the best weights.
+            eval_sources: Split ("validation", "test") -> function that makes a source at its beginning.
+            world: The ranks; one process on the CPU if not given.
+            clip: Gradient norm and clipping over the model's mesh.
+            checkpointer: Where to save; None saves nothing.
+            log: Where to write records, on the first rank only.
+            progress: What a person sees.
+            should_stop: Asked before each step on every rank; true ends the run after a checkpoint.
+            device_name: Name of the device, for the MFU.
+
+        Raises:
+            ValueError: if an argument and the configuration do not fit together.
+        """
+        if total_steps < 1 or not tasks:
+            raise ValueError(
+                f"Trainer: `total_steps` must be >= 1 and `tasks` not empty, got {total_steps} and {tasks}; "
+                "check the data and the model"
+            )
+        self._eval_sources = dict(eval_sources or {})
+        if config.select_best and (checkpointer is None or "validation" not in self._eval_sources):
+            raise ValueError(
+                "Trainer: `select_best` needs a checkpointer and a validation source; give both or unset it"
+            )
+        self.config = config
+        self.model = model
+        self.embeddings = embeddings
+        self.total_steps = min(total_steps, config.max_steps or total_steps)
+        self.step = 0
+        """Steps done."""
+        self.samples = 0
+        """Samples trained on by all ranks, counting repeats."""
+        self.best: dict[str, float] | None = None
+        """Step and NE of the best validation so far."""
+        self._source = train_source
+        self._source_state = train_source.state_dict()
+        self._world = world or World()
+        self._checkpointer = checkpointer
+        self._log = log
+        self._progress: Progress = progress or SilentProgress()
+        self._should_stop = should_stop
+        self._device_name = device_name
+        self._timer = PhaseTimer(self._world.device)
+        self._recorded_step = 0
+        self._window = Window(tasks, self._world)
+        self._optimizer = build_adamw(model, config)
+        self._train_step = TrainStep(
+            config,
+            model=model,
+            embeddings=embeddings,
+            sparse_learning_rate=sparse_learning_rate,
+            optimizer=self._optimizer,
+            schedule=LearningRateSchedule.from_config(config, self.total_steps),
+            clip=clip,
+            device=self._world.device,
+            timer=self._timer,
+        )
+
+    def run(self) -> TrainResult:
+        """Trains from the current step to the end, then evaluates. All ranks call it.
+
+        Returns:
+            Where the run ended and its final scores.
+
+        Raises:
+            NonFiniteError: if the loss or a gradient is not finite; nothing is saved from then on.
+        """
+        began = time.monotonic()
+        limit = self.config.max_seconds
+        self._recorded_step = self.step
+
+        def stop() -> bool:
+            return self._should_stop() or (limit is not None and time.monotonic() - began > limit)
+
+        feed = Feed(
+            self._source,
+            embeddings=self.embeddings,
+            world=self._world,
+            timer=self._timer,
+            limit=self.total_steps - self.step,
+            should_stop=stop,
+        )
+        self.model.train()
+        try:
+            self._timer.sample(on=True)
+            while (staged := feed.next()) is not None:
+                self._one_step(staged)
+        finally:
+            feed.close()
+        reason = "finished"
+        if feed.stopped:
+            reason = "interrupted" if any(self._world.gather(self._should_stop())) else "max_seconds"
+        if feed.dropped:
+            self._progress.say(
+                f"the ranks' data ended unevenly; {feed.dropped} samples of the longer ones were not used"
+            )
+        return self._finish(reason, began)
+
+    def evaluate(self, split: str) -> Evaluation:
+        """Scores a split with the current weights and writes the record. All ranks call it.
+
+        Args:
+            split: A key of `eval_sources`.
+        """
+        begin = time.perf_counter()
+        with self._timer("eval"):
+            result = evaluate(self.model, self.embeddings, self._eval_sources[split](), self._world)
+        self._write(
+            split,
+            {
+                "step": self.step,
+                "samples": self.samples,
+                "seconds": time.perf_counter() - begin,
+                "num_samples": result.num_samples,
+                "loss": result.loss,
+                "tasks": result.tasks,
+            },
+        )
+        first = next(iter(result.tasks.values()))
+        self._progress.say(f"step {self.step}  {split}: {_scores(first)} ({result.num_samples:,} samples)")
+        return result
+
+    def save(self) -> None:
+        """Publishes a checkpoint of the current step, unless there is one. All ranks call it."""
+        if self._checkpointer is None or self.step in self._checkpointer.steps():
+            return
+        if self.step:
+            self._train_step.guard.check(self.step - 1, wait=True)
+        begin = time.perf_counter()
+        with self._timer("checkpoint"):
+            protect = [int(self.best["step"])] if self.best else []
+            path = self._checkpointer.save(self.step, self._tensors(), self._state(), protect=protect)
+        if self._log is not None:
+            size = sum(file.stat().st_size for file in path.iterdir())
+            self._write("checkpoint", {"step": self.step, "seconds": time.perf_counter() - begin, "bytes": size})
+
+    def resume(self, step: int) -> None:
+        """Continues from a checkpoint. All ranks call it, before `run`.
+
+        Args:
+            step: Which checkpoint.
+
+        Raises:
+            CheckpointError: if it is damaged or of another model.
+        """
+        if self._checkpointer is None:
+            raise ValueError("Trainer.resume: needs a checkpointer, got None; construct the trainer with one")
+        tensors = self._tensors()
+        mine = f"rng.rank_{self._world.rank}."
+        state = self._checkpointer.load(step, tensors, optional=("rng.",))
+        self.embeddings.load_state_dict(_strip(tensors, "embeddings."))
+        self._window.load_merged(_strip(tensors, "window."))
+        try:
+            self._source.load_state_dict(state["source"])
+        except ValueError as error:
+            raise CheckpointError(f"{self._checkpointer.path(step)} is of other data: {error}") from error
+        self._source_state = state["source"]
+        self.step, self.samples, self.best = int(state["step"]), int(state["samples"]), state["best"]
+        if self._world.rank < int(state["world_size"]):
+            rng.restore(_strip(tensors, mine), self._world.device)
+        else:
+            rng.seed_all(self.config.seed + 7919 * self._world.rank + self.step)
+
+    def load_weights(self, step: int) -> None:
+        """Loads model and tables of a checkpoint, and leaves everything else. All ranks call it.
+
+        Args:
+            step: Which checkpoint.
+
+        Raises:
+            CheckpointError: if it is damaged or of another model.
+        """
+        if self._checkpointer is None:
+            raise ValueError("Trainer.load_weights: needs a checkpointer, got None; construct the trainer with one")
+        tensors = {k: v for k, v in self._tensors().items() if k.startswith(_DENSE_AND_SPARSE)}
+        state = self._checkpointer.load(step, tensors, only=_DENSE_AND_SPARSE)
+        self.embeddings.load_state_dict(_strip(tensors, "embeddings."))
+        self.step, self.samples = int(state["step"]), int(state["samples"])
+
+    def _one_step(self, staged: Staged) -> None:
+        flops = self.model.flops(staged.host_batch)  # type: ignore[operator]
+        self._window.flops += float(flops.total)
+        result = self._train_step(self.step, staged)
+        self.step += 1
+        self.samples += staged.num_samples
+        self._source_state = staged.source_state
+        self._window.add(result, staged.batch.labels, staged.num_samples)
+        interval = self.config.log_interval
+        if self.step % interval == 0:
+            self._record()
+        self._progress.step(self.step)
+        if _due(self.step, self.config.eval_interval) and self.step < self.total_steps:
+            self._validate()
+        if _due(self.step, self.config.checkpoint_interval):
+            self.save()
+        self._timer.sample(on=(self.step + 1) % interval == 0)
+
+    def _validate(self) -> Evaluation | None:
+        """Scores the validation split; a new best is saved at once."""
+        if "validation" not in self._eval_sources:
+            return None
+        result = self.evaluate("validation")
+        if self.config.select_best and result.ne is not None and (self.best is None or result.ne < self.best["ne"]):
+            self.best = {"step": self.step, "ne": result.ne}
+            self.save()
+        return result
+
+    def _finish(self, reason: str, began: float) -> TrainResult:
+        self.save()
+        evaluations: dict[str, Evaluation] = {}
+        if reason != "interrupted":
+            validation = self._validate()
+            if validation is not None:
+                evaluations["validation"] = validation
+            if self.config.select_best and self.best is not None and int(self.best["step"]) != self.step:
+                last = self.step
+                self.load_weights(int(self.best["step"]))
+                self._progress.say(f"testing with the weights of step {self.step}, the best validation NE")
+                evaluations |= self._evaluate_test()
+                self.step = last
+            else:
+                evaluations |= self._evaluate_test()
+        seconds = time.monotonic() - began
+        self._write("end", {"step": self.step, "samples": self.samples, "seconds": seconds, "reason": reason})
+        self._progress.close()
+        return TrainResult(self.step, self.samples, reason, evaluations)
+
+    def _evaluate_test(self) -> dict[str, Evaluation]:
+        return {split: self.evaluate(split) for split in self._eval_sources if split != "validation"}
+
+    def _record(self) -> None:
+        """Merges the window over the ranks and writes it."""
+        window = self._window.close()
+        usage = account(window.flops, window.seconds, self._world.size, self._device_name)
+        rate = window.samples / window.seconds
+        phases = self._timer.interval(self.step - self._recorded_step)
+        phases["other"] = max(0.0, window.seconds - sum(phases.values()))
+        self._recorded_step = self.step
+        self._write(
+            "train",
+            {
+                "step": self.step,
+                "samples": self.samples,
+                "seconds": window.seconds,
+                "loss": window.loss,
+                "samples_per_second": rate,
+                "flops_per_second": window.flops / window.seconds,
+                "flops_per_sample": window.flops / max(1, window.samples),
+                "mfu": usage.mfu,
+                "learning_rate": self._train_step.learning_rate(self.step - 1),
+                "grad_norm": window.grad_norm,
+                "tasks": window.tasks,
+                "time": phases,
+                "flops": window.flops_by_module,
+            },
+        )
+        ne = next(iter(window.tasks.values()))["ne"]
+        self._progress.values({"loss": window.loss, "NE": ne, "samples/s": rate, "MFU": usage.mfu})
+
+    def _write(self, phase: str, values: dict[str, Any]) -> None:
+        if self._log is not None:
+            self._log.write(phase, values)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the run by name; those of the model, optimizer and tables are the live ones."""
+        random_state = rng.capture(self._world.device)
+        parts: dict[str, Mapping[str, Tensor]] = {
+            "model.": self.model.state_dict(),
+            "optimizer.": optimizer_tensors(self.model, self._optimizer),
+            "embeddings.": self.embeddings.state_dict(),
+            "window.": self._window.merged_tensors(),
+            f"rng.rank_{self._world.rank}.": random_state,
+        }
+        return {prefix + name: tensor for prefix, part in parts.items() for name, tensor in part.items()}
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "samples": self.samples,
+            "total_steps": self.total_steps,
+            "world_size": self._world.size,
+            "best": self.best,
+            "source": self._source_state,
+        }
+
+
+def _due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
+
+
+def _strip(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _scores(values: Mapping[str, Any]) -> str:
+    shown = [("NE", values["ne"]), ("AUC", values["auc"]), ("calibration", values["calibration"])]
+    return "  ".join(f"{name} {value:.4f}" for name, value in shown if value is not None and math.isfinite(value))
