@@ -40,7 +40,7 @@ MOVIELENS = DatasetSchema(
     history_features=("item", "genres", "year", "rating"),
 )
 """Events user_id, item_id, rating, timestamp; items item_id, genres, release_year. Users are not a feature: four of
-five test users do not occur in training, and a user is what the history says."""
+five test samples are of users who do not occur before, and a user is what the history says."""
 
 
 def load_movielens(directory: str | os.PathLike[str], schema: DatasetSchema = MOVIELENS) -> EventLog:

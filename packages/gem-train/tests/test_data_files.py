@@ -1,0 +1,179 @@
+"""Every rule on a file: the error names file, column, row, rule and value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from gem_train.data import DataError, load_events
+
+
+@dataclass(frozen=True)
+class Case:
+    id: str
+    change: Callable[[dict, dict], Any]
+    file: str
+    column: str | None
+    row: int | None
+    match: str
+    value: Any = field(default=None)
+
+
+def put(table: int, column: str, row: int, value: Any) -> Callable[[dict, dict], None]:
+    def change(*tables: dict) -> None:
+        values = list(tables[table][column])
+        values[row] = value
+        tables[table][column] = values
+
+    return change
+
+
+def drop(table: int, column: str) -> Callable[[dict, dict], None]:
+    return lambda *tables: tables[table].pop(column)
+
+
+def cast(table: int, column: str, dtype: pa.DataType) -> Callable[[dict, dict], None]:
+    def change(*tables: dict) -> None:
+        values = tables[table][column]
+        if pa.types.is_string(dtype):
+            values = [str(v) for v in values]
+        tables[table][column] = pa.array(values, dtype)
+
+    return change
+
+
+def clear(*tables: dict) -> None:
+    for name, dtype in zip(
+        tables[0], (pa.int64(), pa.string(), pa.int64(), pa.float32(), pa.int64(), pa.int8(), pa.float64()), strict=True
+    ):
+        tables[0][name] = pa.array([], dtype)
+
+
+def milliseconds(events: dict, items: dict) -> None:
+    events["timestamp"] = np.asarray(events["timestamp"]) * 1_000_000_000
+
+
+def as_uint64(events: dict, items: dict) -> None:
+    values = np.asarray(events["user_id"]).astype(np.uint64)
+    values[5] = 2**63 + 7
+    events["user_id"] = values
+
+
+CASES = [
+    Case("missing event column", drop(0, "stars"), "events", "stars", None, r"missing \['stars'\], found \['user_id'"),
+    Case("missing item column", drop(1, "weight"), "items", "weight", None, r"missing \['weight'\]"),
+    Case("no rows", clear, "events", None, None, "must have rows", 0),
+    Case("null label", put(0, "stars", 4, None), "events", "stars", 4, "must not be null"),
+    Case("NaN label", put(0, "stars", 6, float("nan")), "events", "stars", 6, "must be finite"),
+    Case("infinite price", put(0, "price", 6, float("inf")), "events", "price", 6, "must be finite", float("inf")),
+    Case("null user", put(0, "user_id", 0, None), "events", "user_id", 0, "must not be null"),
+    Case("null item", put(0, "item_id", 599, None), "events", "item_id", 599, "must not be null"),
+    Case("null tags", put(1, "tags", 3, None), "items", "tags", 3, "must not be null"),
+    Case("null tag", put(1, "tags", 9, ["t0", None]), "items", "tags", 9, "must not hold null elements"),
+    Case("negative user", put(0, "user_id", 2, -1), "events", "user_id", 2, "must be >= 0", -1),
+    Case("stars too high", put(0, "stars", 2, 5.5), "events", "stars", 2, "must be <= 5", 5.5),
+    Case("label not binary", put(0, "bought", 7, 2), "events", "bought", 7, "must be <= 1", 2),
+    Case("milliseconds", milliseconds, "events", "timestamp", 0, "must be <= 8589934592"),
+    Case("too large id", as_uint64, "events", "user_id", 5, "must fit int64", 2**63 + 7),
+    Case("float user", cast(0, "user_id", pa.float64()), "events", "user_id", None, "an integer type", "double"),
+    Case("string stars", cast(0, "stars", pa.string()), "events", "stars", None, "a number type", "string"),
+    Case("string weight", cast(1, "weight", pa.string()), "items", "weight", None, "a number type", "string"),
+    Case("repeated item", put(1, "item_id", 8, "i3"), "items", "item_id", 8, "row 3 has it already", "i3"),
+    Case("unknown item", put(0, "item_id", 11, "new"), "events", "item_id", 11, "must be in the item table", "new"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_broken_file(toy: Any, case: Case, tmp_path: Path) -> None:
+    events, items = toy.columns()
+    case.change(events, items)
+    paths = toy.write(tmp_path, events, items)
+    with pytest.raises(DataError, match=case.match) as caught:
+        load_events(paths[0], toy.schema, items=paths[1])
+    error = caught.value
+    assert isinstance(error, ValueError)
+    assert (Path(error.file).stem, error.column, error.row) == (case.file, case.column, case.row)
+    if case.value is not None:
+        assert error.value == case.value
+    text = str(error)
+    assert text.startswith(error.file)
+    assert "; " in text, "the message ends with a remedy"
+    for part in (error.column, error.row):
+        assert part is None or re.search(rf"\b{re.escape(str(part))}\b", text)
+
+
+def test_items_given_as_numbers(toy: Any, tmp_path: Path) -> None:
+    events, items = toy.columns()
+    items["item_id"] = np.arange(40)
+    paths = toy.write(tmp_path, events, items)
+    with pytest.raises(DataError, match="a string type, got 'int64'"):
+        load_events(paths[0], toy.schema, items=paths[1])
+
+
+def test_not_parquet(toy: Any, tmp_path: Path) -> None:
+    path = tmp_path / "events.parquet"
+    path.write_text("user_id,item_id\n1,2\n")
+    with pytest.raises(DataError, match=r"complete Parquet file .*; write or copy it again"):
+        load_events(path, toy.schema, items=path)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.9, 0.999])
+def test_truncated_file(toy: Any, share: float, tmp_path: Path) -> None:
+    events, items = toy.write(tmp_path, *toy.columns())
+    data = events.read_bytes()
+    events.write_bytes(data[: int(share * len(data))])
+    with pytest.raises(DataError, match="complete Parquet file"):
+        load_events(events, toy.schema, items=items)
+
+
+def test_damaged_page(toy: Any, tmp_path: Path) -> None:
+    events, items = toy.write(tmp_path, *toy.columns())
+    data = bytearray(events.read_bytes())
+    data[8:200] = b"\xff" * 192  # inside the first column chunk; the footer stays readable
+    events.write_bytes(bytes(data))
+    with pytest.raises(DataError, match="complete Parquet file"):
+        load_events(events, toy.schema, items=items)
+
+
+def test_missing_file(toy: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="must exist"):
+        load_events(tmp_path / "none.parquet", toy.schema, items=tmp_path / "none.parquet")
+
+
+def test_items_must_match_schema(toy: Any, tmp_path: Path) -> None:
+    events, _ = toy.write(tmp_path, *toy.columns())
+    with pytest.raises(ValueError, match="exactly when the schema has item_columns"):
+        load_events(events, toy.schema)
+
+
+def test_row_order_types_and_row_groups_do_not_matter(toy: Any, tmp_path: Path) -> None:
+    events, items = toy.columns()
+    order = np.lexsort((np.arange(600), events["timestamp"]))
+    narrow = {
+        "user_id": pa.array(events["user_id"], pa.int16()),
+        "item_id": pa.array(events["item_id"], pa.large_string()).dictionary_encode(),
+        "timestamp": pa.array(events["timestamp"], pa.uint32()),
+        "stars": pa.array(events["stars"].astype(np.int8)),
+        "bought": pa.array(events["bought"].astype(bool)),
+        "complete": pa.array(events["complete"].astype(bool)),
+        "price": pa.array(events["price"]),
+        "unused": pa.array([None] * 600),
+    }
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    wide = toy.write(tmp_path / "a", {k: np.asarray(v)[order] for k, v in events.items()}, items)
+    other = toy.write(tmp_path / "b", {k: v.take(pa.array(order)) for k, v in narrow.items()}, items)
+    pq.write_table(pq.read_table(other[0]), other[0], row_group_size=7)
+    a, b = load_events(wide[0], toy.schema, items=wide[1]), load_events(other[0], toy.schema, items=other[1])
+    for name in ("user", "timestamp", "row", "split", "history_start", "history_end", "dense", "event_dense"):
+        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
+    for name, feature in a.encoded.items():
+        np.testing.assert_array_equal(feature.ids, b.encoded[name].ids, err_msg=name)
