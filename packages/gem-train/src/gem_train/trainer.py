@@ -281,8 +281,10 @@ class Trainer:
         return result
 
     def _finish(self, reason: str, began: float) -> TrainResult:
-        self.save()
         evaluations: dict[str, Evaluation] = {}
+        if reason != "interrupted" and self.step > self._recorded_step:
+            self._record()  # an interrupted run keeps its open window: the resumed one will close it
+        self.save()
         if reason != "interrupted":
             validation = self._validate()
             if validation is not None:
