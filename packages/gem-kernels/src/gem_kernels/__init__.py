@@ -1,3 +1,8 @@
-from gem_kernels._version import __version__
+"""Attention over packed sequences for ranking models, on Triton and on CPU."""
 
-__all__ = ["__version__"]
+from gem_kernels import jagged, modules, reference, testing
+from gem_kernels._version import __version__
+from gem_kernels.gdpa import gdpa
+from gem_kernels.jagged_attention import jagged_attention
+
+__all__ = ["__version__", "gdpa", "jagged", "jagged_attention", "modules", "reference", "testing"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -147,3 +149,33 @@ def check_window(op: str, window_size: tuple[int, int]) -> None:
             raise ValueError(
                 f"{op}: `window_size` must hold tokens >= 0, or -1 for unbounded, got {tuple(window_size)}."
             )
+
+
+def check_scalar(op: str, name: str, value: float) -> None:
+    """Raise unless ``value`` is a finite Python number; a tensor would need a device sync."""
+    if isinstance(value, (bool, Tensor)) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{op}: `{name}` must be a Python float, got {type(value).__name__}.")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{op}: `{name}` must be finite, got {value}.")
+
+
+def check_batch(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    offsets_q: Tensor,
+    offsets_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    read_offsets: bool,
+) -> None:
+    """Raise when the lengths do not fit the packed rows; reads the offsets only if ``read_offsets``."""
+    num_sequences = offsets_q.shape[0] - 1
+    for name, offsets, x, max_seqlen in (
+        ("q", offsets_q, q, max_seqlen_q),
+        ("k", offsets_k, k, max_seqlen_k),
+    ):
+        check_capacity(op, f"offsets_{name}", f"max_seqlen_{name}", max_seqlen, num_sequences, x.shape[0])
+        if read_offsets:
+            check_offset_values(op, f"offsets_{name}", offsets, x.shape[0], f"max_seqlen_{name}", max_seqlen)

@@ -102,9 +102,7 @@ def gdpa(
     for b in range(len(bounds_q) - 1):
         (q0, q1), (k0, k1) = bounds_q[b : b + 2], bounds_k[b : b + 2]
         qs, ks, vs = _heads_first(q, q0, q1, 1), _heads_first(k, k0, k1, repeat), _heads_first(v, k0, k1, repeat)
-        mask = pair_mask(
-            torch.arange(q1 - q0, device=q.device), torch.arange(k1 - k0, device=q.device), left, right
-        )
+        mask = pair_mask(torch.arange(q1 - q0, device=q.device), torch.arange(k1 - k0, device=q.device), left, right)
         p = ACTIVATIONS[activation].value(pre_scale * (qs @ ks.transpose(1, 2))).masked_fill(~mask, 0.0)
         out[q0:q1] = (post_scale * (p @ vs)).transpose(0, 1)
     return out
@@ -138,9 +136,7 @@ def gdpa_backward(
         (q0, q1), (k0, k1) = bounds_q[b : b + 2], bounds_k[b : b + 2]
         qs, ks, vs = _heads_first(q, q0, q1, 1), _heads_first(k, k0, k1, repeat), _heads_first(v, k0, k1, repeat)
         dos = _heads_first(do, q0, q1, 1)
-        mask = pair_mask(
-            torch.arange(q1 - q0, device=q.device), torch.arange(k1 - k0, device=q.device), left, right
-        )
+        mask = pair_mask(torch.arange(q1 - q0, device=q.device), torch.arange(k1 - k0, device=q.device), left, right)
         scores = pre_scale * (qs @ ks.transpose(1, 2))
         p = act.value(scores).masked_fill(~mask, 0.0)
         ds = post_scale * (act.derivative(scores) * (dos @ vs.transpose(1, 2))).masked_fill(~mask, 0.0)

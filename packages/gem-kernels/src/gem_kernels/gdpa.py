@@ -1,0 +1,97 @@
+"""Generalized dot-product attention (GDPA): an elementwise activation in place of the softmax.
+
+For sequence b and head h: ``o = post_scale * activation(pre_scale * q_b @ k_b.T) @ v_b`` over the valid pairs; the
+others contribute 0. No normaliser, no log-sum-exp; nothing but q, k and v is kept for the backward.
+
+Source: the attention of the Kunlun ranking model (GDPA-enhanced personalised feed-forward network) and Meta's GDPA
+kernels. Meta's code scales after the activation, the Kunlun paper inside it: both factors are arguments here.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gem_kernels._src.autocast import autocast_operands
+from gem_kernels._src.attention.window import normalize_window
+from gem_kernels._src.gdpa.names import ACTIVATION_NAMES
+from gem_kernels._src.gdpa.op import gdpa_op
+from gem_kernels._src.validate import check_attention, check_scalar, check_window
+
+__all__ = ["gdpa"]
+
+
+def gdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    offsets_q: Tensor,
+    offsets_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    activation: str = "gelu",
+    pre_scale: float = 1.0,
+    post_scale: float = 1.0,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    validate: bool = False,
+) -> Tensor:
+    """Activation attention of packed queries over packed keys, sequence by sequence.
+
+    Shapes: B sequences, T_q / T_k packed rows, H query heads, H_kv key heads (H_kv divides H; query head h reads key
+    head ``h // (H / H_kv)``), D and D_v head dims.
+
+    Args:
+        q: (T_q, H, D). float16, bfloat16 or float32; float64 too on CPU. Any strides; a last dim that is not
+            contiguous is copied.
+        k: (T_k, H_kv, D), dtype and device of q.
+        v: (T_k, H_kv, D_v), dtype and device of q.
+        offsets_q: (B + 1,) int32 or int64 on q's device, from 0 to T_q (FlashAttention's ``cu_seqlens``).
+        offsets_k: (B + 1,), from 0 to T_k.
+        max_seqlen_q: Longest query sequence in tokens; an upper bound is allowed. A Python int, so that nothing waits
+            for the device.
+        max_seqlen_k: Longest key sequence in tokens; an upper bound is allowed.
+        activation: One of ``raw`` (identity), ``gelu`` (erf), ``gelu_approx`` (tanh), ``fast_gelu`` (the tanh form by
+            the hardware's approximate tanh), ``leaky_relu`` (slope 0.01), ``relu``, ``silu``, ``fast_silu`` (by the
+            approximate tanh), ``hardswish``, ``relu_square``, ``fast_gelu_taylor_approx`` (degree 6; only for scores
+            of absolute value below about 1.5, which the caller must bound).
+        pre_scale: Factor on the scores, inside the activation.
+        post_scale: Factor on the activated scores.
+        causal: Keep only keys j <= i.
+        window_size: (left, right) in tokens: keep keys i - left <= j <= i + right; -1 is unbounded.
+        validate: On CUDA, also check the values of the offsets, which waits for the device. On CPU they always are.
+
+    Returns:
+        (T_q, H, D_v) in the dtype of q, contiguous. A row without a valid key is 0 and so are its gradients.
+
+    Raises:
+        ValueError: on a shape, device, window, activation or offset that does not fit.
+        TypeError: on a dtype or argument type that does not fit.
+
+    Numerics: scores and sums in float32 (float64 for float64); activated scores are rounded to the dtype of v before
+    the second matmul on CUDA. float32 inputs use full-precision matmuls, not TF32. Forward and backward give the same
+    bits on every run. Under autocast q, k and v are cast to the autocast dtype.
+    """
+    check_attention("gdpa", q, k, v, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k)
+    check_window("gdpa", window_size)
+    check_scalar("gdpa", "pre_scale", pre_scale)
+    check_scalar("gdpa", "post_scale", post_scale)
+    if activation not in ACTIVATION_NAMES:
+        raise ValueError(f"gdpa: `activation` must be one of {', '.join(ACTIVATION_NAMES)}, got {activation!r}.")
+    left, right = normalize_window(causal, window_size)
+    q, k, v = autocast_operands(q, k, v)
+    return gdpa_op(
+        q,
+        k,
+        v,
+        offsets_q,
+        offsets_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        activation,
+        float(pre_scale),
+        float(post_scale),
+        left,
+        right,
+        validate,
+    )

@@ -1,0 +1,78 @@
+"""Softmax attention over packed sequences of any length, queries and keys of different length included.
+
+For sequence b and head h: ``o = softmax(scale * q_b @ k_b.T) @ v_b`` over the valid pairs. Nothing is padded and no
+score matrix is stored. Positions count from each sequence's own start, on the query and on the key side.
+
+Algorithm: Dao, FlashAttention-2 (arXiv:2307.08691), on the jagged layout of ranking models.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gem_kernels._src.autocast import autocast_operands
+from gem_kernels._src.attention.window import normalize_window
+from gem_kernels._src.jagged_attention.op import jagged_attention_op
+from gem_kernels._src.validate import check_attention, check_scalar, check_window
+
+__all__ = ["jagged_attention"]
+
+
+def jagged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    offsets_q: Tensor,
+    offsets_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    return_lse: bool = False,
+    validate: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention of packed queries over packed keys, sequence by sequence.
+
+    Shapes: B sequences, T_q / T_k packed rows, H query heads, H_kv key heads (H_kv divides H; query head h reads key
+    head ``h // (H / H_kv)``), D and D_v head dims.
+
+    Args:
+        q: (T_q, H, D). float16, bfloat16 or float32; float64 too on CPU. Any strides; a last dim that is not
+            contiguous is copied.
+        k: (T_k, H_kv, D), dtype and device of q.
+        v: (T_k, H_kv, D_v), dtype and device of q.
+        offsets_q: (B + 1,) int32 or int64 on q's device, from 0 to T_q (FlashAttention's ``cu_seqlens``).
+        offsets_k: (B + 1,), from 0 to T_k.
+        max_seqlen_q: Longest query sequence in tokens; an upper bound is allowed. A Python int, so that nothing waits
+            for the device.
+        max_seqlen_k: Longest key sequence in tokens; an upper bound is allowed.
+        scale: Factor on the scores; default ``D ** -0.5``.
+        causal: Keep only keys j <= i.
+        window_size: (left, right) in tokens: keep keys i - left <= j <= i + right; -1 is unbounded.
+        return_lse: Also return the log-sum-exp of the scores, differentiable.
+        validate: On CUDA, also check the values of the offsets, which waits for the device. On CPU they always are.
+
+    Returns:
+        (T_q, H, D_v) in the dtype of q, contiguous; with ``return_lse`` also (T_q, H) float32 (float64 for float64).
+        A row without a valid key is 0, its log-sum-exp -inf, its gradients 0.
+
+    Raises:
+        ValueError: on a shape, device, window or offset that does not fit.
+        TypeError: on a dtype or argument type that does not fit.
+
+    Numerics: scores, softmax and sums in float32 (float64 for float64); probabilities are rounded to the dtype of v
+    before the second matmul on CUDA. float32 inputs use full-precision matmuls, not TF32. Forward and backward give
+    the same bits on every run. Under autocast q, k and v are cast to the autocast dtype.
+    """
+    check_attention("jagged_attention", q, k, v, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k)
+    check_window("jagged_attention", window_size)
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    check_scalar("jagged_attention", "scale", scale)
+    left, right = normalize_window(causal, window_size)
+    q, k, v = autocast_operands(q, k, v)
+    out, lse = jagged_attention_op(
+        q, k, v, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, float(scale), left, right, validate
+    )
+    return (out, lse) if return_lse else out
