@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from gem_train.errors import ConfigError
+from gem_train.launch import is_worker, join, run_workers, select_device, threads_per_process
+
+PRELUDE = """
+import os, sys, time, signal, pathlib
+from gem_train.launch import join, leave, report_worker_error
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+"""
+
+
+def launch(tmp_path: Path, body: str, num_processes: int = 2) -> object:
+    script = tmp_path / "worker.py"
+    script.write_text(PRELUDE + body)
+    return run_workers([sys.executable, str(script), str(tmp_path)], num_processes)
+
+
+@pytest.mark.dist
+def test_workers_join_and_agree(tmp_path: Path) -> None:
+    body = """
+import torch
+world = join("cpu")
+assert (world.rank, world.size) == (rank, size)
+agreed = world.agree(has_batch=rank == 0, num_samples=10 + rank, stop=False)
+assert agreed == (False, True, 10 + 11 + 12, False), agreed
+assert world.agree(has_batch=True, num_samples=0, stop=rank == 2).stop
+assert world.gather("abc"[rank]) == ["a", "b", "c"]
+assert float(world.sum(torch.tensor(rank + 0.5))) == 4.5
+world.barrier()
+(pathlib.Path(sys.argv[1]) / f"done-{rank}-{os.environ['OMP_NUM_THREADS']}").touch()
+leave()
+"""
+    assert launch(tmp_path, body, 3) is None
+    assert len(list(tmp_path.glob("done-*"))) == 3
+
+
+@pytest.mark.dist
+def test_the_first_error_is_shown_and_the_others_stop(tmp_path: Path) -> None:
+    body = """
+if rank == 1:
+    report_worker_error("the data of rank 1 is bad")
+    sys.exit(7)
+time.sleep(1.0)
+if rank == 0:
+    report_worker_error("connection lost")
+    sys.exit(1)
+time.sleep(120)
+"""
+    begin = time.monotonic()
+    error = launch(tmp_path, body, 3)
+    assert time.monotonic() - begin < 30
+    assert error == (1, 7, "the data of rank 1 is bad")
+
+
+@pytest.mark.dist
+def test_a_killed_worker_ends_the_run(tmp_path: Path) -> None:
+    body = """
+(pathlib.Path(sys.argv[1]) / f"pid-{rank}").write_text(str(os.getpid()))
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(120)
+"""
+    error = launch(tmp_path, body)
+    assert error is not None
+    assert (error.rank, error.exit_code) == (1, 137)
+    assert error.message == "rank 1 was killed by signal 9 (SIGKILL)"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid-0").read_text()), 0)
+
+
+@pytest.mark.dist
+def test_an_unreported_error_shows_what_the_worker_wrote(tmp_path: Path) -> None:
+    error = launch(tmp_path, "if rank == 1:\n    raise KeyError('lost')\ntime.sleep(60)\n")
+    assert error is not None
+    assert error.message.startswith("rank 1 ended with code 1\n")
+    assert error.message.endswith("KeyError: 'lost'")
+
+
+@pytest.mark.dist
+def test_workers_end_with_their_launcher(tmp_path: Path) -> None:
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        PRELUDE
+        + "join('cpu')\n(pathlib.Path(sys.argv[1]) / f'pid-{rank}').write_text(str(os.getpid()))\ntime.sleep(120)\n"
+    )
+    command = [sys.executable, str(worker), str(tmp_path)]
+    code = f"from gem_train.launch import run_workers; run_workers({command!r}, 2)"
+    launcher = subprocess.Popen([sys.executable, "-c", code])
+    files = [tmp_path / "pid-0", tmp_path / "pid-1"]
+    deadline = time.monotonic() + 60
+    while not all(f.is_file() and f.read_text() for f in files) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    launcher.send_signal(signal.SIGKILL)
+    launcher.wait()
+    pids = [int(f.read_text()) for f in files]
+    deadline = time.monotonic() + 10
+    while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(_alive(pid) for pid in pids)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_one_process_needs_no_group() -> None:
+    assert not is_worker()
+    world = join("cpu")
+    assert (world.rank, world.size, world.device, world.control) == (0, 1, torch.device("cpu"), None)
+    assert world.agree(has_batch=True, num_samples=3) == (True, True, 3, False)
+
+
+def test_arguments_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--nproc: must be >= 1, got 0"):
+        run_workers(["true"], 0)
+    with pytest.raises(ConfigError, match="--device: must be auto, cpu or cuda, got 'tpu'"):
+        select_device("tpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="torch sees no GPU"):
+        select_device("cuda")
+    assert select_device("auto") == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert select_device("auto", 1) == torch.device("cuda", 1)
+    with pytest.raises(ConfigError, match="got rank 2 with 2 GPUs"):
+        select_device("cuda", 2)
+
+
+def test_threads_share_the_cores() -> None:
+    assert threads_per_process(10_000) == 1
+    assert 1 <= threads_per_process(1) <= (os.cpu_count() or 1)
