@@ -1,0 +1,106 @@
+"""Small parts used all over the model. Shapes: B samples, n tokens, d width, T events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gem_model.flops import ModuleFlops, linear_flops
+
+_ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU}
+
+
+def activation_module(name: str) -> nn.Module:
+    """The activation of that name."""
+    return _ACTIVATIONS[name]()
+
+
+def normalize(x: Tensor) -> Tensor:
+    """LayerNorm over the last axis without parameters: the weights that read it hold scale and shift already."""
+    return F.layer_norm(x, (x.shape[-1],))
+
+
+class MLP(nn.Sequential):
+    """Linear layers with an activation, and dropout, between them.
+
+    Args:
+        widths: Input, hidden and output widths.
+        activation: Name of the activation.
+        dropout: Probability, after each activation.
+    """
+
+    def __init__(self, widths: Sequence[int], activation: str, dropout: float = 0.0) -> None:
+        layers: list[nn.Module] = []
+        for index, (fan_in, fan_out) in enumerate(zip(widths[:-1], widths[1:], strict=True)):
+            if index:
+                layers.append(activation_module(activation))
+                if dropout:
+                    layers.append(nn.Dropout(dropout))
+            layers.append(nn.Linear(fan_in, fan_out))
+        super().__init__(*layers)
+
+    def flops(self, rows: int) -> dict[str, ModuleFlops]:
+        """FLOPs over ``rows`` vectors."""
+        return {"": ModuleFlops(gemm=sum(linear_flops(x, rows) for x in self if isinstance(x, nn.Linear)))}
+
+
+class TokenLinear(nn.Module):
+    """A linear map of the token axis, the same for every column: (B, n_in, d) -> (B, n_out, d)."""
+
+    def __init__(self, num_inputs: int, num_outputs: int, *, bias: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(num_inputs, num_outputs, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mix the tokens."""
+        return self.linear(x.transpose(1, 2)).transpose(1, 2)
+
+    def flops(self, num_samples: int, width: int) -> dict[str, ModuleFlops]:
+        """FLOPs over samples whose tokens have ``width`` columns."""
+        return {"": ModuleFlops(gemm=linear_flops(self.linear, num_samples * width))}
+
+
+class Gating(nn.Module):
+    """x ⊙ sigmoid(W x + b): each token decides how much of each of its columns passes.
+
+    InterFormer gates summaries with σ(x ⊙ MLP(x)); here the sigmoid is on the gate alone, so that sign and scale of what
+    passes are kept.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., d) -> (..., d)."""
+        return x * torch.sigmoid(self.gate(x))
+
+    def flops(self, rows: int) -> dict[str, ModuleFlops]:
+        """FLOPs over ``rows`` tokens."""
+        return {"": ModuleFlops(gemm=linear_flops(self.gate, rows))}
+
+
+class SumKronLinear(nn.Module):
+    """A linear map of whole (n_in, d) matrices as a sum of Kronecker products: Y = Σ_i Z_iᵀ X W_i (Kunlun).
+
+    With ``rank`` terms it has rank (n_in n_out + d²) weights where a full map has n_in n_out d². The token maps Z_i run
+    first, since n_out < n_in; the sum over i is the reduction of the one linear layer that holds all W_i.
+    """
+
+    def __init__(self, num_inputs: int, num_outputs: int, dim: int, rank: int) -> None:
+        super().__init__()
+        self._shape = (num_outputs, rank * dim)
+        self.tokens = TokenLinear(num_inputs, num_outputs * rank, bias=False)
+        self.columns = nn.Linear(rank * dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, n_in, d) -> (B, n_out, d)."""
+        return self.columns(self.tokens(x).reshape(x.shape[0], *self._shape))
+
+    def flops(self, num_samples: int) -> dict[str, ModuleFlops]:
+        """FLOPs over ``num_samples`` matrices."""
+        tokens = self.tokens.flops(num_samples, self.columns.out_features)[""].gemm
+        return {"": ModuleFlops(gemm=tokens + linear_flops(self.columns, num_samples * self._shape[0]))}

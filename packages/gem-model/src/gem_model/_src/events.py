@@ -1,0 +1,88 @@
+"""History events to sequence tokens: feature embeddings, dense values, age and recency."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from gem_model._src.blocks import activation_module
+from gem_model._src.jagged import Jagged
+from gem_model.config import SequenceTowerConfig
+from gem_model.flops import BatchSizes, ModuleFlops, linear_flops
+from gem_model.protocols import SequenceView
+
+_MAX_LOG_AGE = 20.0
+"""log(1 + 485 million seconds), 15 years; the last knot stands for all that is older."""
+_MAX_LOG_RECENCY = math.log(8192.0)
+"""The last knot stands for all events that 8,191 or more follow."""
+
+
+def hat_encoding(x: Tensor, num_knots: int, largest: float) -> Tensor:
+    """Weights of linear interpolation between equidistant knots 0 to ``largest``.
+
+    A linear layer over them is a learned piecewise linear function of x, constant beyond the last knot. As products
+    with a matrix they need no table lookup, whose backward scatters.
+
+    Args:
+        x: (T,), >= 0.
+        num_knots: Columns of the result, >= 2.
+        largest: Position of the last knot.
+
+    Returns:
+        (T, num_knots), rows sum to 1.
+    """
+    position = x.clamp(0.0, largest) * ((num_knots - 1) / largest)
+    knots = torch.arange(num_knots, device=x.device, dtype=x.dtype)
+    return (position[:, None] - knots).abs_().neg_().add_(1.0).clamp_(min=0.0)
+
+
+def recency(offsets: Tensor, num_events: int) -> Tensor:
+    """(T,) float32: how many later events the same sequence holds."""
+    last = torch.repeat_interleave(offsets[1:], torch.diff(offsets), output_size=num_events)
+    return (last - 1 - torch.arange(num_events, device=offsets.device)).float()
+
+
+class EventTokens(nn.Module):
+    """An MLP over all that is known of one event."""
+
+    def __init__(self, config: SequenceTowerConfig, embedding_dim: int, activation: str) -> None:
+        super().__init__()
+        self._config = config
+        num_embedded = len(config.event_features) * embedding_dim
+        num_numeric = config.num_event_dense + config.num_age_buckets + config.num_recency_buckets
+        # Two layers in place of one over the concatenation: the numbers need no gradient.
+        if num_embedded:
+            self.embedded = nn.Linear(num_embedded, config.event_hidden, bias=False)
+        self.numeric = nn.Linear(num_numeric, config.event_hidden)
+        self.activation = activation_module(activation)
+        self.output = nn.Linear(config.event_hidden, config.dim)
+
+    def forward(self, embeddings: Mapping[str, Tensor], sequence: SequenceView) -> Jagged:
+        """Embeddings (T, E) by name and the packed events -> tokens (T, d)."""
+        config = self._config
+        num_events = sequence.age.shape[0]
+        numeric = torch.cat(
+            (
+                sequence.dense,
+                hat_encoding(torch.log1p(sequence.age), config.num_age_buckets, _MAX_LOG_AGE),
+                hat_encoding(
+                    torch.log1p(recency(sequence.offsets, num_events)), config.num_recency_buckets, _MAX_LOG_RECENCY
+                ),
+            ),
+            dim=1,
+        )
+        hidden = self.numeric(numeric)
+        if config.event_features:
+            hidden = hidden + self.embedded(torch.cat([embeddings[name] for name in config.event_features], dim=1))
+        return Jagged(self.output(self.activation(hidden)), sequence.offsets, sequence.max_seqlen)
+
+    def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:
+        """FLOPs by module."""
+        rows = sizes.num_events(self._config.name)
+        own = linear_flops(self.numeric, rows) + linear_flops(self.output, rows)
+        if self._config.event_features:
+            own += linear_flops(self.embedded, rows)
+        return {"": ModuleFlops(gemm=own)}

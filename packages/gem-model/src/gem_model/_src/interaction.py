@@ -1,0 +1,80 @@
+"""The Wukong layer: factorization machine block and linear compression block over all tokens of a sample."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from gem_model._src.blocks import MLP, TokenLinear, normalize
+from gem_model.config import RankingConfig
+from gem_model.flops import BatchSizes, ModuleFlops, nest
+
+
+class FactorizationMachineBlock(nn.Module):
+    """FMB(X) = reshape(MLP(LN(flatten(X (Xᵀ Y))))): all pairwise products, projected to k columns (Wukong).
+
+    Y (n, k) is attentive: an MLP over linearly compressed tokens gives each sample its own. Computing Xᵀ Y first makes
+    the cost linear in the number of tokens.
+    """
+
+    def __init__(self, config: RankingConfig, num_inputs: int) -> None:
+        super().__init__()
+        self._dim, self._num_inputs = config.dim, num_inputs
+        self._rank, self._num_outputs = config.fm_rank, config.num_fm_tokens
+        self._num_compressed = config.fm_compressed_tokens
+        self.compress = TokenLinear(num_inputs, config.fm_compressed_tokens)
+        self.projection = MLP(
+            (config.fm_compressed_tokens * config.dim, config.fm_hidden, num_inputs * config.fm_rank),
+            config.activation,
+            config.dropout,
+        )
+        self.output = MLP(
+            (num_inputs * config.fm_rank, config.fm_hidden, config.num_fm_tokens * config.dim),
+            config.activation,
+            config.dropout,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, n, d) -> (B, n_F, d)."""
+        num_samples = x.shape[0]
+        compressed = self.compress(x).reshape(num_samples, self._num_compressed * self._dim)
+        y = self.projection(compressed).view(num_samples, self._num_inputs, self._rank)
+        y = y.to(x.dtype)
+        products = torch.bmm(x, torch.bmm(x.transpose(1, 2), y))
+        flat = normalize(products.reshape(num_samples, self._num_inputs * self._rank))
+        return self.output(flat).view(num_samples, self._num_outputs, self._dim)
+
+    def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:
+        """FLOPs by module."""
+        rows = sizes.num_samples
+        children = {
+            "compress": self.compress.flops(rows, self._dim),
+            "projection": self.projection.flops(rows),
+            "output": self.output.flops(rows),
+        }
+        return nest(children, ModuleFlops(gemm=4 * rows * self._num_inputs * self._dim * self._rank))
+
+
+class Interaction(nn.Module):
+    """One Wukong layer: LN([FMB(X) ‖ W_L X] + W_R X), with W_R the linearly compressed residual."""
+
+    def __init__(self, config: RankingConfig, num_inputs: int) -> None:
+        super().__init__()
+        self._dim = config.dim
+        self.factorization = FactorizationMachineBlock(config, num_inputs)
+        self.compression = TokenLinear(num_inputs, config.num_linear_tokens)
+        self.residual = TokenLinear(num_inputs, config.num_tokens, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, n, d) -> (B, n_F + n_L, d)."""
+        return normalize(torch.cat((self.factorization(x), self.compression(x)), dim=1) + self.residual(x))
+
+    def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:
+        """FLOPs by module."""
+        return nest(
+            {
+                "factorization": self.factorization.flops(sizes),
+                "compression": self.compression.flops(sizes.num_samples, self._dim),
+                "residual": self.residual.flops(sizes.num_samples, self._dim),
+            }
+        )

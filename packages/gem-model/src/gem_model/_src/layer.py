@@ -1,0 +1,88 @@
+"""One layer of the hybrid model: every tower takes its step, then the context tokens interact with all summaries."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gem_model._src.blocks import normalize
+from gem_model._src.interaction import Interaction
+from gem_model._src.jagged import Jagged
+from gem_model._src.sequence_layer import SequenceLayer
+from gem_model._src.summary import Cross
+from gem_model.config import RankingConfig
+from gem_model.flops import BatchSizes, ModuleFlops, nest
+
+
+class LayerOutput(NamedTuple):
+    """State between two layers."""
+
+    x: Tensor
+    """(B, num_tokens, d)."""
+    sequences: dict[str, Jagged]
+    """Sequence name -> events (T, d_tower)."""
+
+
+class HybridLayer(nn.Module):
+    """Kunlun's layer: summaries in both directions, PFFN and self-attention on the events, Wukong on the context."""
+
+    def __init__(self, config: RankingConfig, index: int) -> None:
+        super().__init__()
+        num_inputs = config.num_tokens if index else config.num_input_tokens
+        self.towers = nn.ModuleDict(
+            {
+                tower.name: SequenceLayer(config, tower, num_inputs, tower.self_attention[index])
+                for tower in config.sequences
+            }
+        )
+        self.interaction = Interaction(config, num_inputs + config.num_pooled_tokens)
+
+    def forward(self, x: Tensor, sequences: dict[str, Jagged]) -> LayerOutput:
+        """Context tokens (B, n, d) and events by sequence name."""
+        tokens, following = [x], {}
+        for name, tower in self.towers.items():
+            s_sum, values = tower(x, sequences[name])
+            tokens.append(s_sum)
+            following[name] = sequences[name]._replace(values=values)
+        return LayerOutput(self.interaction(_concatenate(tokens)), following)
+
+    def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:
+        """FLOPs by module."""
+        children = {f"towers.{name}": _flops(tower, sizes) for name, tower in self.towers.items()}
+        return nest({**children, "interaction": self.interaction.flops(sizes)})
+
+
+class Readout(nn.Module):
+    """What the heads see: the last context tokens and a last summary of each sequence, normalised and flattened."""
+
+    def __init__(self, config: RankingConfig) -> None:
+        super().__init__()
+        self.width = (config.num_tokens + config.num_pooled_tokens) * config.dim
+        self.towers = nn.ModuleDict({tower.name: Cross(config, tower, config.num_tokens) for tower in config.sequences})
+
+    def forward(self, x: Tensor, sequences: dict[str, Jagged]) -> Tensor:
+        """Context tokens (B, n, d) and events by sequence name -> (B, width)."""
+        tokens = [x]
+        for name, tower in self.towers.items():
+            s = sequences[name]
+            tokens.append(tower(x, s._replace(values=normalize(s.values))).s_sum)
+        return normalize(_concatenate(tokens)).reshape(x.shape[0], self.width)
+
+    def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:
+        """FLOPs by module."""
+        return nest({f"towers.{name}": _flops(tower, sizes) for name, tower in self.towers.items()})
+
+
+def _concatenate(tokens: list[Tensor]) -> Tensor:
+    """Join tokens of a sample; under autocast they may come in two precisions, and the wider wins."""
+    dtype = tokens[0].dtype
+    for token in tokens[1:]:
+        dtype = torch.promote_types(dtype, token.dtype)
+    return torch.cat([token.to(dtype) for token in tokens], dim=1)
+
+
+def _flops(module: nn.Module, sizes: BatchSizes) -> dict[str, ModuleFlops]:
+    assert isinstance(module, SequenceLayer | Cross)
+    return module.flops(sizes)

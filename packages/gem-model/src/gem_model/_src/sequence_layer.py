@@ -1,0 +1,153 @@
+"""One layer of a sequence tower: cross step, GDPA-PFFN, self-attention."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from gem_kernels.modules import GDPA, JaggedAttention
+from torch import Tensor, nn
+
+from gem_model._src.blocks import normalize
+from gem_model._src.jagged import Jagged, fixed_offsets
+from gem_model._src.rms_norm import rms_norm
+from gem_model._src.summary import Cross
+from gem_model.config import RankingConfig, SelfAttention, SequenceTowerConfig
+from gem_model.flops import BatchSizes, ModuleFlops, attention_flops, linear_flops, nest
+
+
+class PersonalizedFeedForward(nn.Module):
+    """GDPA-PFFN: a feed-forward layer over the events whose weights are made from the context (Kunlun, InterFormer).
+
+    With q = LN(S), K = w1(X_sum) and V = w2(X_sum) per head: S + RMSNorm(c act(q Kᵀ / sqrt(D)) V + q). The n_sum tokens are
+    the hidden units. q has unit variance and so have the scores; c = 1 / sqrt(n_sum) keeps the sum over hidden units at
+    unit variance too.
+    """
+
+    def __init__(self, tower: SequenceTowerConfig) -> None:
+        super().__init__()
+        self._tower = tower
+        self.key = nn.Linear(tower.dim, tower.dim)
+        self.value = nn.Linear(tower.dim, tower.dim)
+        self.attention = GDPA(
+            activation=tower.pffn_activation,
+            pre_scale=1.0 / math.sqrt(tower.head_dim),
+            post_scale=1.0 / math.sqrt(tower.num_context_tokens),
+        )
+        self.dropout = nn.Dropout(tower.dropout)
+
+    def forward(self, s: Jagged, normalized: Tensor, x_sum: Tensor) -> Tensor:
+        """Events (T, d), the same normalised, and context tokens (B, n_sum, d) -> (T, d)."""
+        num_samples, num_tokens = x_sum.shape[:2]
+        heads = (self._tower.num_heads, self._tower.head_dim)
+        x_sum = normalize(x_sum)
+        keys, values = self.key(x_sum), self.value(x_sum)
+        out = self.attention(
+            normalized.to(keys.dtype).view(-1, *heads),
+            keys.reshape(num_samples * num_tokens, *heads),
+            values.reshape(num_samples * num_tokens, *heads),
+            offsets_q=s.offsets,
+            offsets_k=fixed_offsets(num_samples, num_tokens, x_sum.device).to(s.offsets.dtype),
+            max_seqlen_q=s.max_seqlen,
+            max_seqlen_k=num_tokens,
+        ).view(-1, self._tower.dim)
+        return s.values + self.dropout(rms_norm(out + normalized))
+
+    def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:
+        """FLOPs by module."""
+        tower = self._tower
+        rows = sizes.num_samples * tower.num_context_tokens
+        pairs = sizes.num_events(tower.name) * tower.num_context_tokens
+        return nest(
+            {"attention": {"": ModuleFlops(attention=attention_flops(pairs, tower.dim))}},
+            ModuleFlops(gemm=linear_flops(self.key, rows) + linear_flops(self.value, rows)),
+        )
+
+
+class EventSelfAttention(nn.Module):
+    """S + W_o attention(LN(S)), bidirectional within a sliding window or within diagonal blocks."""
+
+    def __init__(self, tower: SequenceTowerConfig, kind: SelfAttention) -> None:
+        super().__init__()
+        self._tower, self._kind = tower, kind
+        self.query_key_value = nn.Linear(tower.dim, 3 * tower.dim)
+        self.attention: nn.Module
+        if kind == "window":
+            self.attention = JaggedAttention(window_size=(tower.window, tower.window))
+        else:
+            from gem_kernels.modules import BlockAttention
+
+            self.attention = BlockAttention(block_size=tower.block_size)
+        self.output = nn.Linear(tower.dim, tower.dim)
+        self.dropout = nn.Dropout(tower.dropout)
+
+    def forward(self, s: Jagged) -> Tensor:
+        """(T, d) -> (T, d)."""
+        tower = self._tower
+        q, k, v = self.query_key_value(normalize(s.values)).view(-1, 3, tower.num_heads, tower.head_dim).unbind(1)
+        if self._kind == "window":
+            out = self.attention(
+                q,
+                k,
+                v,
+                offsets_q=s.offsets,
+                offsets_k=s.offsets,
+                max_seqlen_q=s.max_seqlen,
+                max_seqlen_k=s.max_seqlen,
+            )
+        else:
+            out = self.attention(q, k, v, offsets=s.offsets, max_seqlen=s.max_seqlen)
+        return s.values + self.dropout(self.output(out.view(-1, tower.dim)))
+
+    def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:
+        """FLOPs by module."""
+        tower = self._tower
+        rows = sizes.num_events(tower.name)
+        if self._kind == "window":
+            pairs = sizes.window_pairs(tower.name, tower.window)
+        else:
+            pairs = sizes.block_pairs(tower.name, tower.block_size)
+        return nest(
+            {"attention": {"": ModuleFlops(attention=attention_flops(pairs, tower.dim))}},
+            ModuleFlops(gemm=linear_flops(self.query_key_value, rows) + linear_flops(self.output, rows)),
+        )
+
+
+class SequenceLayerOutput(NamedTuple):
+    """What a sequence layer gives."""
+
+    s_sum: Tensor
+    """(B, num_pooled_tokens, d) for the interaction of the same layer."""
+    values: Tensor
+    """(T, d_tower) for the next layer."""
+
+
+class SequenceLayer(nn.Module):
+    """Cross step, then PFFN, then self-attention unless the layer skips it."""
+
+    def __init__(
+        self, config: RankingConfig, tower: SequenceTowerConfig, num_inputs: int, self_attention: SelfAttention
+    ) -> None:
+        super().__init__()
+        self.cross = Cross(config, tower, num_inputs)
+        self.feed_forward = PersonalizedFeedForward(tower)
+        self.has_self_attention = self_attention != "none"
+        if self.has_self_attention:
+            self.self_attention = EventSelfAttention(tower, self_attention)
+
+    def forward(self, x: Tensor, s: Jagged) -> SequenceLayerOutput:
+        """Context tokens (B, n, d) and events (T, d_tower)."""
+        # One LayerNorm serves the pooling's keys and values and the PFFN's queries.
+        normalized = normalize(s.values)
+        x_sum, s_sum = self.cross(x, s._replace(values=normalized))
+        values = self.feed_forward(s, normalized, x_sum)
+        if self.has_self_attention:
+            values = self.self_attention(s._replace(values=values))
+        return SequenceLayerOutput(s_sum, values)
+
+    def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:
+        """FLOPs by module."""
+        children = {"cross": self.cross.flops(sizes), "feed_forward": self.feed_forward.flops(sizes)}
+        if self.has_self_attention:
+            children["self_attention"] = self.self_attention.flops(sizes)
+        return nest(children)

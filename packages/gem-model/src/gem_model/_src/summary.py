@@ -1,0 +1,148 @@
+"""The cross step: what a sequence tower learns from the context, and what the context learns from the sequence."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from gem_kernels.jagged import jagged_last_k
+from gem_kernels.modules import JaggedAttention
+from torch import Tensor, nn
+
+from gem_model._src.blocks import Gating, SumKronLinear, TokenLinear, activation_module, normalize
+from gem_model._src.jagged import Jagged, fixed_offsets
+from gem_model.config import RankingConfig, SequenceTowerConfig
+from gem_model.flops import BatchSizes, ModuleFlops, attention_flops, linear_flops, nest
+
+
+class ContextSummary(nn.Module):
+    """X_sum = Gating(token-mixing MLP(X)): a few tokens of the tower's width that carry the context."""
+
+    def __init__(self, config: RankingConfig, tower: SequenceTowerConfig, num_inputs: int) -> None:
+        super().__init__()
+        self._dim, self._num_tokens = config.dim, tower.num_context_tokens
+        self.expand = TokenLinear(num_inputs, 2 * tower.num_context_tokens)
+        self.activation = activation_module(config.activation)
+        self.contract = TokenLinear(2 * tower.num_context_tokens, tower.num_context_tokens)
+        if tower.dim != config.dim:
+            self.width = nn.Linear(config.dim, tower.dim)
+        self.gating = Gating(tower.dim)
+        self._changes_width = tower.dim != config.dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, n, d) -> (B, n_sum, d_tower)."""
+        x = self.contract(self.activation(self.expand(x)))
+        return self.gating(self.width(x) if self._changes_width else x)
+
+    def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:
+        """FLOPs by module."""
+        rows = sizes.num_samples * self._num_tokens
+        children = {
+            "expand": self.expand.flops(sizes.num_samples, self._dim),
+            "contract": self.contract.flops(sizes.num_samples, self._dim),
+            "gating": self.gating.flops(rows),
+        }
+        own = ModuleFlops(gemm=linear_flops(self.width, rows)) if self._changes_width else None
+        return nest(children, own)
+
+
+class SequencePooling(nn.Module):
+    """S_sum = Gating([target-aware pooling ‖ hierarchical seed pooling ‖ recent tokens]).
+
+    The context tokens (target-aware pooling, InterFormer's PMA with queries that know the candidate) and the learned seeds
+    (HSP, Kunlun) attend over the same keys and values in one jagged attention. The seeds' results are compressed by
+    SumKronLinear, which takes the place of the seeds' output projection.
+    """
+
+    def __init__(self, config: RankingConfig, tower: SequenceTowerConfig) -> None:
+        super().__init__()
+        self._tower = tower
+        self.query = nn.Linear(tower.dim, tower.dim)
+        self.key_value = nn.Linear(tower.dim, 2 * tower.dim)
+        self.attention = JaggedAttention()
+        self.output = nn.Linear(tower.dim, tower.dim)
+        if tower.num_seeds:
+            self.seeds = nn.Parameter(torch.empty(tower.num_seeds, tower.dim))
+            self.seed_query = nn.Linear(tower.dim, tower.dim)
+            self.compress = SumKronLinear(tower.num_seeds, tower.num_seed_tokens, tower.dim, tower.kron_rank)
+            nn.init.normal_(self.seeds)
+        self.gating = Gating(tower.dim)
+        self._changes_width = tower.dim != config.dim
+        if self._changes_width:
+            self.width = nn.Linear(tower.dim, config.dim)
+
+    def forward(self, x_sum: Tensor, s: Jagged) -> Tensor:
+        """X_sum (B, n_sum, d_tower) and normalised events (T, d_tower) -> (B, num_pooled_tokens, d)."""
+        tower = self._tower
+        num_samples, num_context = x_sum.shape[0], tower.num_context_tokens
+        queries = self.query(normalize(x_sum))
+        if tower.num_seeds:
+            seeds = self.seed_query(normalize(self.seeds)).expand(num_samples, -1, -1)
+            queries = torch.cat((queries, seeds), dim=1)
+        num_queries = num_context + tower.num_seeds
+        heads = (tower.num_heads, tower.head_dim)
+        keys, values = self.key_value(s.values).view(-1, 2, *heads).unbind(1)
+        pooled = self.attention(
+            queries.reshape(num_samples * num_queries, *heads),
+            keys,
+            values,
+            offsets_q=fixed_offsets(num_samples, num_queries, queries.device).to(s.offsets.dtype),
+            offsets_k=s.offsets,
+            max_seqlen_q=num_queries,
+            max_seqlen_k=s.max_seqlen,
+        ).view(num_samples, num_queries, tower.dim)
+        tokens = [self.output(pooled[:, :num_context])]
+        if tower.num_seeds:
+            tokens.append(self.compress(pooled[:, num_context:]))
+        if tower.num_recent:
+            recent, _ = jagged_last_k(s.values, s.offsets, tower.num_recent)
+            tokens.append(recent.to(tokens[0].dtype))
+        s_sum = self.gating(torch.cat(tokens, dim=1))
+        return self.width(s_sum) if self._changes_width else s_sum
+
+    def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:
+        """FLOPs by module."""
+        tower, rows = self._tower, sizes.num_samples
+        num_events = sizes.num_events(tower.name)
+        num_context = rows * tower.num_context_tokens
+        num_pooled = rows * tower.num_pooled_tokens
+        own = linear_flops(self.query, num_context) + linear_flops(self.output, num_context)
+        own += linear_flops(self.key_value, num_events)
+        pairs = num_events * (tower.num_context_tokens + tower.num_seeds)
+        children = {
+            "attention": {"": ModuleFlops(attention=attention_flops(pairs, tower.dim))},
+            "gating": self.gating.flops(num_pooled),
+        }
+        if tower.num_seeds:
+            own += linear_flops(self.seed_query, tower.num_seeds)
+            children["compress"] = self.compress.flops(rows)
+        if self._changes_width:
+            own += linear_flops(self.width, num_pooled)
+        return nest(children, ModuleFlops(gemm=own))
+
+
+class CrossSummary(NamedTuple):
+    """What one cross step gives."""
+
+    x_sum: Tensor
+    """(B, n_sum, d_tower)."""
+    s_sum: Tensor
+    """(B, num_pooled_tokens, d)."""
+
+
+class Cross(nn.Module):
+    """Both directions of the cross step for one tower."""
+
+    def __init__(self, config: RankingConfig, tower: SequenceTowerConfig, num_inputs: int) -> None:
+        super().__init__()
+        self.context = ContextSummary(config, tower, num_inputs)
+        self.pooling = SequencePooling(config, tower)
+
+    def forward(self, x: Tensor, s: Jagged) -> CrossSummary:
+        """Context tokens (B, n, d) and normalised events (T, d_tower)."""
+        x_sum = self.context(x)
+        return CrossSummary(x_sum, self.pooling(x_sum, s))
+
+    def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:
+        """FLOPs by module."""
+        return nest({"context": self.context.flops(sizes), "pooling": self.pooling.flops(sizes)})

@@ -1,0 +1,168 @@
+"""The hybrid ranking model: sequence towers and a non-sequence tower that learn from each other in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gem_model._src.events import EventTokens
+from gem_model._src.heads import Heads
+from gem_model._src.layer import HybridLayer, Readout
+from gem_model._src.tokens import ContextTokens
+from gem_model.config import RankingConfig
+from gem_model.flops import BatchSizes, FlopCount, nest
+from gem_model.protocols import RankingBatch
+
+__all__ = ["Loss", "RankingModel"]
+
+
+class Loss(NamedTuple):
+    """Sums, never means, so that the caller divides by the number of samples of all ranks."""
+
+    sum: dict[str, Tensor]
+    """Task -> scalar float32, sum of the samples' log losses, in nats."""
+    count: int
+    """Samples of this rank."""
+    total: Tensor
+    """Scalar float32: weighted sum over tasks."""
+
+
+class RankingModel(nn.Module):
+    """Dense part of a ranking model in the manner of Kunlun, InterFormer and Wukong.
+
+    A layer l holds context tokens X (B, n, d) and, per sequence, events S (T, d_tower):
+
+    1. X_sum = Gating(MLP over tokens(X)).
+    2. S_sum = Gating([attention(X_sum -> S) ‖ SumKron(attention(seeds -> S)) ‖ latest events]).
+    3. X' = Wukong([X ‖ S_sum]).
+    4. S = S + RMSNorm(GDPA(LN(S), w1(X_sum), w2(X_sum)) + LN(S)).
+    5. S' = S + self-attention(LN(S)), in a sliding window, in blocks, or not at all.
+
+    Heads read the last X and a last S_sum. Embeddings come from outside. Nothing in the model looks across samples, and
+    there may be no event or no sample at all.
+
+    Args:
+        config: Features, tasks and sizes.
+    """
+
+    def __init__(self, config: RankingConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.context_tokens = ContextTokens(config)
+        self.event_tokens = nn.ModuleDict(
+            {tower.name: EventTokens(tower, config.embedding_dim, config.activation) for tower in config.sequences}
+        )
+        self.layers = nn.ModuleList(HybridLayer(config, index) for index in range(config.num_layers))
+        self.readout = Readout(config)
+        self.heads = Heads(config, self.readout.width)
+
+    def forward(self, batch: RankingBatch, embeddings: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Score a batch.
+
+        Args:
+            batch: B samples with their histories.
+            embeddings: Feature -> (B, embedding_dim) for context features, (T, embedding_dim) for event features.
+
+        Returns:
+            Task -> logits (B,), float32.
+
+        Raises:
+            ValueError: if the batch or the embeddings lack something that the config names, or have another shape.
+        """
+        self._check(batch, embeddings)
+        x = self.context_tokens({name: embeddings[name] for name in self.config.context_features}, batch.dense)
+        sequences = {}
+        for tower in self.config.sequences:
+            events = {name: embeddings[name] for name in tower.event_features}
+            sequences[tower.name] = self.event_tokens[tower.name](events, batch.sequences[tower.name])
+        for layer in self.layers:
+            x, sequences = layer(x, sequences)
+        return self.heads(self.readout(x, sequences))
+
+    def loss(self, outputs: Mapping[str, Tensor], batch: RankingBatch) -> Loss:
+        """Log loss of each task, summed over the samples.
+
+        Args:
+            outputs: Task -> logits (B,), of `forward`.
+            batch: The same batch, with labels.
+
+        Returns:
+            Sums by task, the number of samples, and the weighted total.
+
+        Raises:
+            ValueError: if a label is missing or has another shape than its logits.
+        """
+        weights = self.config.task_weights or (1.0,) * len(self.config.tasks)
+        sums = {}
+        for task in self.config.tasks:
+            if task not in batch.labels:
+                raise ValueError(
+                    f"RankingModel.loss: `batch.labels` must hold every task of the config, lacks {task!r}; add it."
+                )
+            label = batch.labels[task]
+            if label.shape != outputs[task].shape:
+                raise ValueError(
+                    f"RankingModel.loss: `batch.labels[{task!r}]` must have shape {tuple(outputs[task].shape)} like "
+                    f"its logits, got {tuple(label.shape)}; give one label per sample."
+                )
+            sums[task] = F.binary_cross_entropy_with_logits(outputs[task], label.float(), reduction="sum")
+        total = torch.stack([w * s for w, s in zip(weights, sums.values(), strict=True)]).sum()
+        return Loss(sums, batch.num_samples, total)
+
+    def flops(self, batch: RankingBatch) -> FlopCount:
+        """Count the FLOPs of one forward (and backward) of this batch, exactly, from its lengths.
+
+        Counted are matrix products and attention over unmasked pairs. With offsets on a GPU this waits for the device;
+        give the batch before it is copied there.
+        """
+        lengths = {
+            tower.name: torch.diff(batch.sequences[tower.name].offsets.cpu()).long() for tower in self.config.sequences
+        }
+        sizes = BatchSizes(num_samples=batch.num_samples, lengths=lengths)
+        children = {"context_tokens": self.context_tokens.flops(sizes)}
+        for name, tokens in self.event_tokens.items():
+            assert isinstance(tokens, EventTokens)
+            children[f"event_tokens.{name}"] = tokens.flops(sizes)
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, HybridLayer)
+            children[f"layers.{index}"] = layer.flops(sizes)
+        children["readout"] = self.readout.flops(sizes)
+        children["heads"] = self.heads.flops(sizes)
+        return FlopCount(by_module=nest(children))
+
+    @property
+    def shard_units(self) -> tuple[str, ...]:
+        """Patterns of the fully qualified names of the modules to shard as units, in the order they run."""
+        return ("context_tokens", "event_tokens.*", "layers.*", "readout", "heads")
+
+    def _check(self, batch: RankingBatch, embeddings: Mapping[str, Tensor]) -> None:
+        config, num_samples = self.config, batch.num_samples
+        shapes: dict[str, tuple[str, Tensor | None, tuple[int, ...]]] = {}
+        shapes["dense"] = ("batch.dense", batch.dense, (num_samples, config.num_dense))
+        rows = dict.fromkeys(config.context_features, num_samples)
+        for tower in config.sequences:
+            if tower.name not in batch.sequences:
+                raise ValueError(
+                    f"RankingModel: `batch.sequences` must hold {tower.name!r}, got {sorted(batch.sequences)}; "
+                    "add the sequence or drop its tower from the config."
+                )
+            sequence = batch.sequences[tower.name]
+            num_events = sequence.age.shape[0]
+            where = f"batch.sequences[{tower.name!r}]"
+            shapes[f"{where}.offsets"] = (f"{where}.offsets", sequence.offsets, (num_samples + 1,))
+            shapes[f"{where}.dense"] = (f"{where}.dense", sequence.dense, (num_events, tower.num_event_dense))
+            rows |= dict.fromkeys(tower.event_features, num_events)
+        for name, count in rows.items():
+            shapes[name] = (f"embeddings[{name!r}]", embeddings.get(name), (count, config.embedding_dim))
+        for where, tensor, shape in shapes.values():
+            if tensor is None:
+                raise ValueError(f"RankingModel: `{where}` must be given, got {sorted(embeddings)}; look it up.")
+            if tuple(tensor.shape) != shape:
+                raise ValueError(
+                    f"RankingModel: `{where}` must have shape {shape}, got {tuple(tensor.shape)}; "
+                    "make batch and config agree."
+                )

@@ -1,0 +1,122 @@
+"""Sizes that are known to work. A preset is a plain config: change fields with `dataclasses.replace`."""
+
+from __future__ import annotations
+
+from gem_model.config import RankingConfig, SequenceTowerConfig
+
+__all__ = ["small", "tiny"]
+
+
+def tiny(
+    *,
+    context_features: tuple[str, ...],
+    num_dense: int,
+    event_features: tuple[str, ...],
+    num_event_dense: int,
+    tasks: tuple[str, ...],
+    embedding_dim: int = 32,
+    sequence: str = "history",
+    priors: tuple[float, ...] = (),
+) -> RankingConfig:
+    """A model that trains on two CPU cores: two layers of width 64, one sequence.
+
+    Args:
+        context_features: Names of the context embeddings.
+        num_dense: Numbers per sample.
+        event_features: Names of the event embeddings, `<sequence>.<column>`.
+        num_event_dense: Numbers per event.
+        tasks: Task names.
+        embedding_dim: Width of every embedding.
+        sequence: Name of the sequence.
+        priors: Base rate of each task.
+    """
+    return RankingConfig(
+        context_features=context_features,
+        num_dense=num_dense,
+        sequences=(
+            SequenceTowerConfig(
+                name=sequence,
+                event_features=event_features,
+                num_event_dense=num_event_dense,
+                dim=64,
+                num_heads=4,
+                self_attention=("window", "none"),
+                window=16,
+                num_context_tokens=8,
+                num_seeds=8,
+                num_seed_tokens=4,
+                kron_rank=2,
+                num_recent=4,
+                event_hidden=64,
+            ),
+        ),
+        tasks=tasks,
+        embedding_dim=embedding_dim,
+        dim=64,
+        num_layers=2,
+        num_fm_tokens=8,
+        num_linear_tokens=8,
+        fm_rank=8,
+        fm_hidden=128,
+        head_hidden=(128,),
+        priors=priors,
+    )
+
+
+def small(
+    *,
+    context_features: tuple[str, ...],
+    num_dense: int,
+    event_features: tuple[str, ...],
+    num_event_dense: int,
+    tasks: tuple[str, ...],
+    embedding_dim: int = 64,
+    sequence: str = "history",
+    priors: tuple[float, ...] = (),
+) -> RankingConfig:
+    """A model for one GPU: three layers of width 256, one sequence.
+
+    Args:
+        context_features: Names of the context embeddings.
+        num_dense: Numbers per sample.
+        event_features: Names of the event embeddings, `<sequence>.<column>`.
+        num_event_dense: Numbers per event.
+        tasks: Task names.
+        embedding_dim: Width of every embedding.
+        sequence: Name of the sequence.
+        priors: Base rate of each task.
+    """
+    return RankingConfig(
+        context_features=context_features,
+        num_dense=num_dense,
+        sequences=(
+            SequenceTowerConfig(
+                name=sequence,
+                event_features=event_features,
+                num_event_dense=num_event_dense,
+                dim=256,
+                num_heads=4,
+                self_attention=("window", "window", "window"),
+                window=64,
+                num_context_tokens=32,
+                num_seeds=64,
+                num_seed_tokens=16,
+                kron_rank=4,
+                num_recent=8,
+                event_hidden=512,
+            ),
+        ),
+        tasks=tasks,
+        embedding_dim=embedding_dim,
+        dim=256,
+        num_layers=3,
+        num_dense_tokens=4,
+        dense_hidden=256,
+        num_fm_tokens=16,
+        num_linear_tokens=16,
+        fm_rank=16,
+        fm_compressed_tokens=8,
+        fm_hidden=512,
+        head_hidden=(512, 256),
+        priors=priors,
+    )
