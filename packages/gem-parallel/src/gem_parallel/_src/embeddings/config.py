@@ -1,0 +1,166 @@
+"""What the caller says about tables, features and the sparse optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+__all__ = ["FeatureConfig", "IdPolicy", "Placement", "Pooling", "SparseOptimizerConfig", "TableConfig", "check_configs"]
+
+Placement = Literal["auto", "table_wise", "row_wise"]
+Pooling = Literal["sum", "mean", "none"]
+OptimizerKind = Literal["rowwise_adagrad", "adagrad", "adam", "sgd"]
+IdPolicy = Literal["error", "drop", "clamp"]
+
+MAX_DIM = 1024
+"""fbgemm's CUDA kernels hold one row in the registers of one warp; wider rows come back wrong or are refused."""
+
+MAX_ROWS = 2**31 - 2
+"""Rows of one table: fbgemm's CPU kernels index rows with 32 bits (one row is kept in reserve)."""
+
+
+def check_choice(owner: str, argument: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{owner}: `{argument}` must be one of {', '.join(choices)}, got {value!r}")
+
+
+def check_name(owner: str, argument: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{owner}: `{argument}` must be a str, got {type(value).__name__}")
+    if not value or value != value.strip():
+        raise ValueError(f"{owner}: `{argument}` must be a non-empty name without outer blanks, got {value!r}")
+
+
+def check_integer(owner: str, argument: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{owner}: `{argument}` must be an int, got {type(value).__name__}")
+    if not low <= value <= high:
+        raise ValueError(f"{owner}: `{argument}` must lie in [{low}, {high}], got {value}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableConfig:
+    """One embedding table."""
+
+    name: str
+    """Unique; part of the state dict's keys."""
+    num_rows: int
+    """Ids of this table lie in [0, num_rows)."""
+    dim: int
+    """Row length, in elements: a multiple of 4, at most 1024."""
+    placement: Placement = "auto"
+    """table_wise: all rows on one rank; row_wise: ceil(num_rows / ranks) consecutive rows per rank; auto: row_wise for a
+    table larger than a rank's fair share of all tables, else table_wise."""
+    init_std: float | None = None
+    """Standard deviation of the normal initial weights; None is dim ** -0.5."""
+
+    def __post_init__(self) -> None:
+        check_name("TableConfig", "name", self.name)
+        owner = f"TableConfig {self.name!r}"
+        check_integer(owner, "num_rows", self.num_rows, 1, MAX_ROWS)
+        check_integer(owner, "dim", self.dim, 1, 2**31 - 1)
+        if self.dim % 4 != 0:
+            raise ValueError(
+                f"{owner}: `dim` must be a multiple of 4 (fbgemm moves rows in vectors of 4), got {self.dim}; "
+                f"use {-(-self.dim // 4) * 4}"
+            )
+        if self.dim > MAX_DIM:
+            parts = -(-self.dim // MAX_DIM)
+            raise ValueError(
+                f"{owner}: `dim` must be at most {MAX_DIM} (limit of fbgemm's CUDA kernels), got {self.dim}; "
+                f"split the columns over {parts} tables and concatenate their outputs"
+            )
+        check_choice(owner, "placement", self.placement, get_args(Placement))
+        if self.init_std is not None and not (math.isfinite(self.init_std) and self.init_std >= 0):
+            raise ValueError(f"{owner}: `init_std` must be finite and at least 0, got {self.init_std}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeatureConfig:
+    """One stream of ids that is looked up in a table; several features may share a table."""
+
+    name: str
+    """Key in the mappings given to ``exchange`` and returned by ``lookup``."""
+    table: str
+    """Name of the table."""
+    pooling: Pooling = "sum"
+    """How the rows of one bag combine: sum or mean give (num_bags, dim), none gives (N, dim), one row per id."""
+
+    def __post_init__(self) -> None:
+        check_name("FeatureConfig", "name", self.name)
+        check_name(f"FeatureConfig {self.name!r}", "table", self.table)
+        check_choice(f"FeatureConfig {self.name!r}", "pooling", self.pooling, get_args(Pooling))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparseOptimizerConfig:
+    """The optimizer that runs inside backward, on the rows of the batch only.
+
+    With g the gradient of a row, summed over its occurrences in the global batch, D its length and t the number of
+    training lookups so far:
+
+    - sgd: w -= lr * g
+    - adagrad: s += g ** 2; w -= lr * g / (sqrt(s) + eps)
+    - rowwise_adagrad: s += mean(g ** 2), one s per row; w = (1 - lr * weight_decay) * w - lr * g / (sqrt(s) + eps)
+    - adam: m = beta1 * m + (1 - beta1) * g; v = beta2 * v + (1 - beta2) * g ** 2;
+      w -= lr * (m / (1 - beta1 ** t) / (sqrt(v / (1 - beta2 ** t)) + eps) + weight_decay * w)
+
+    eps stands outside the square root everywhere. Rows that the batch does not name keep weight and state, so Adam's
+    moments do not decay and weight decay does not act on them.
+    """
+
+    kind: OptimizerKind = "rowwise_adagrad"
+    learning_rate: float = 0.01
+    """Step size; later ones through ``ShardedEmbeddings.set_learning_rate``."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    beta1: float = 0.9
+    """Decay of Adam's first moment, per training lookup that names the row."""
+    beta2: float = 0.999
+    """Decay of Adam's second moment, per training lookup that names the row."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay, for adam and rowwise_adagrad."""
+
+    def __post_init__(self) -> None:
+        owner = "SparseOptimizerConfig"
+        check_choice(owner, "kind", self.kind, get_args(OptimizerKind))
+        for argument in ("learning_rate", "weight_decay"):
+            value = getattr(self, argument)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{owner}: `{argument}` must be finite and at least 0, got {value}")
+        if not (math.isfinite(self.eps) and self.eps > 0):
+            raise ValueError(
+                f"{owner}: `eps` must be finite and above 0 (rows without gradient divide by it), got {self.eps}"
+            )
+        for argument in ("beta1", "beta2"):
+            value = getattr(self, argument)
+            if not 0 <= value < 1:
+                raise ValueError(f"{owner}: `{argument}` must lie in [0, 1), got {value}")
+        if self.weight_decay and self.kind not in ("adam", "rowwise_adagrad"):
+            raise ValueError(
+                f"{owner}: `weight_decay` must be 0 for kind {self.kind!r}, got {self.weight_decay}; "
+                "fbgemm decays weights under adam and rowwise_adagrad only"
+            )
+
+
+def check_configs(tables: Sequence[TableConfig], features: Sequence[FeatureConfig]) -> None:
+    """Raise unless names are unique and every feature names a table."""
+    if not tables:
+        raise ValueError("ShardedEmbeddings: `tables` must hold at least one TableConfig, got none")
+    for argument, configs in (("tables", tables), ("features", features)):
+        seen: set[str] = set()
+        for config in configs:
+            if config.name in seen:
+                raise ValueError(
+                    f"ShardedEmbeddings: names in `{argument}` must be unique, got {config.name!r} twice; rename one"
+                )
+            seen.add(config.name)
+    names = {table.name for table in tables}
+    for feature in features:
+        if feature.table not in names:
+            raise ValueError(
+                f"ShardedEmbeddings: feature {feature.name!r} must name a table of `tables`, got {feature.table!r}; "
+                f"the tables are {', '.join(sorted(names))}"
+            )

@@ -1,0 +1,163 @@
+"""Tables of one device: rows out, fused optimizer in.
+
+fbgemm-gpu's table-batched embedding holds the weights and runs the optimizer in its backward. Every table gets one row
+more than it needs: a scratch row, always zero, that stands for dropped ids. It gives the zero vector, and as its
+gradient is zero it stays zero under every optimizer, so that dropping needs no dynamic shapes and no device sync.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gem_parallel._src.embeddings.config import SparseOptimizerConfig
+from gem_parallel._src.engine_report import require_fbgemm
+
+__all__ = ["Engine", "FbgemmEngine", "state_names"]
+
+IDS_PER_BAG = 8
+"""On CUDA one warp walks a bag serially: short bags fill the device. The number is free, results do not depend on it."""
+
+MAX_IDS_PER_BAG = 256
+"""Bound for the largest table of a skewed group, whose bag count all its tables share."""
+
+
+def state_names(kind: str) -> tuple[str, ...]:
+    """State dict suffixes of an optimizer's per-row moments, in fbgemm's order."""
+    return {"sgd": (), "adagrad": ("sum",), "rowwise_adagrad": ("sum",), "adam": ("exp_avg", "exp_avg_sq")}[kind]
+
+
+class Engine(Protocol):
+    """Local tables of one dim on one device."""
+
+    num_tables: int
+
+    def lookup(self, ids: Tensor, counts: Sequence[int], step: int | None) -> Tensor:
+        """Rows of ``ids``, sorted by table; backward updates them.
+
+        Args:
+            ids: (N,) int64 local rows; ids of table t follow those of table t - 1.
+            counts: Ids of each table; they sum to N.
+            step: Number of this training lookup, from 1; None gives rows without a gradient.
+
+        Returns:
+            (N, dim) float32.
+        """
+
+    def weights(self) -> list[Tensor]:
+        """(rows, dim) views, scratch rows left out."""
+
+    def states(self) -> list[dict[str, Tensor]]:
+        """Per table: state name -> view, (rows,) or (rows, dim) float32."""
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Step size from the next lookup on."""
+
+
+class FbgemmEngine:
+    """One SplitTableBatchedEmbeddingBagsCodegen.
+
+    CUDA: unpooled lookup (PoolingMode.NONE) over all tables of a dim. CPU: one table per engine and sums over bags of
+    one id, which is the same function, because fbgemm's unpooled CPU backward collects gradients in a hash map (measured:
+    70 times slower).
+    """
+
+    def __init__(
+        self,
+        *,
+        num_rows: Sequence[int],
+        dim: int,
+        optimizer: SparseOptimizerConfig,
+        weight_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        require_fbgemm("ShardedEmbeddings")
+        from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+        from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+            BoundsCheckMode,
+            EmbeddingLocation,
+            PoolingMode,
+        )
+        from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+            ComputeDevice,
+            SplitTableBatchedEmbeddingBagsCodegen,
+            WeightDecayMode,
+        )
+
+        self._on_cpu = device.type == "cpu"
+        assert not self._on_cpu or len(num_rows) == 1
+        self.num_tables = len(num_rows)
+        self._kind = optimizer.kind
+        self._device = device
+        location = EmbeddingLocation.HOST if self._on_cpu else EmbeddingLocation.DEVICE
+        compute = ComputeDevice.CPU if self._on_cpu else ComputeDevice.CUDA
+        kinds = {
+            "sgd": EmbOptimType.EXACT_SGD,
+            "adagrad": EmbOptimType.EXACT_ADAGRAD,
+            "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            "adam": EmbOptimType.ADAM,
+        }
+        decay: dict[str, Any] = {}
+        if optimizer.weight_decay:
+            decay["weight_decay"] = optimizer.weight_decay
+            if optimizer.kind == "rowwise_adagrad":
+                decay["weight_decay_mode"] = WeightDecayMode.DECOUPLE
+        self._tbe: Any = SplitTableBatchedEmbeddingBagsCodegen(
+            [(rows + 1, dim, location, compute) for rows in num_rows],
+            optimizer=kinds[optimizer.kind],
+            learning_rate=optimizer.learning_rate,
+            eps=optimizer.eps,
+            beta1=optimizer.beta1,
+            beta2=optimizer.beta2,
+            weights_precision=SparseType.from_dtype(weight_dtype),
+            output_dtype=SparseType.FP32,
+            pooling_mode=PoolingMode.SUM if self._on_cpu else PoolingMode.NONE,
+            # Ids are checked before they get here; fbgemm's own check would send bad ones to row 0.
+            bounds_check_mode=BoundsCheckMode.NONE,
+            device=device,
+            **decay,
+        )
+        self._arange = torch.arange(1, device=device)
+
+    def lookup(self, ids: Tensor, counts: Sequence[int], step: int | None) -> Tensor:
+        tbe = self._tbe
+        if self._kind == "adam":
+            # fbgemm counts every forward, evaluation too; the number of training lookups is ours.
+            before = 0 if step is None else step - 1
+            tbe.iter.fill_(before)
+            if hasattr(tbe, "iter_cpu"):
+                tbe.iter_cpu.fill_(before)
+        with torch.set_grad_enabled(step is not None):
+            rows: Tensor = tbe(ids, self._bag_offsets(counts))
+        return rows
+
+    def _bag_offsets(self, counts: Sequence[int]) -> Tensor:
+        total = sum(counts)
+        if self._on_cpu:
+            if self._arange.numel() <= total:
+                self._arange = torch.arange(2 * total + 1, device=self._device)
+            return self._arange[: total + 1]
+        num_bags = max(-(-total // (IDS_PER_BAG * self.num_tables)), -(-max(counts) // MAX_IDS_PER_BAG), 1)
+        per_table = torch.tensor(counts, dtype=torch.int64).pin_memory().to(self._device, non_blocking=True)
+        ends = per_table.cumsum(0)
+        bags = torch.arange(num_bags, device=self._device)
+        starts = (ends - per_table).unsqueeze(1) + per_table.unsqueeze(1) * bags // num_bags
+        return torch.cat([starts.flatten(), ends[-1:]])
+
+    def weights(self) -> list[Tensor]:
+        return [weight[:-1] for weight in self._tbe.split_embedding_weights()]
+
+    def states(self) -> list[dict[str, Tensor]]:
+        names = state_names(self._kind)
+        if not names:
+            return [{} for _ in range(self.num_tables)]
+        return [
+            {name: state[:-1] for name, state in zip(names, states, strict=True)}
+            for states in self._tbe.split_optimizer_states()
+        ]
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        self._tbe.set_learning_rate(learning_rate)

@@ -1,0 +1,193 @@
+"""One batch's ids as flat tensors, checked on the device they are on.
+
+All checks of values (ids within the table, offsets that describe bags) end in one small int64 vector, so that a CUDA
+batch costs one small copy to the host. Shapes, types and names are known to the host and checked there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gem_parallel._src.embeddings.config import FeatureConfig, IdPolicy
+from gem_parallel._src.embeddings.layout import FeatureSlot, Group
+
+__all__ = ["BatchIds", "BatchReport", "GroupIds", "flatten_ids", "summarise"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeatureIds:
+    """Where one feature of the batch lies in its group's flat ids."""
+
+    slot: FeatureSlot
+    start: int
+    end: int
+    offsets: Tensor
+    """(num_bags + 1,) int64, from 0 to end - start."""
+
+    @property
+    def num_bags(self) -> int:
+        return self.offsets.numel() - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupIds:
+    """The batch's ids for the tables of one dim."""
+
+    group: Group
+    values: Tensor
+    """(N,) int64 global rows, by table, then feature; -1 to num_rows after the policy was applied."""
+    features: tuple[FeatureIds, ...]
+    counts: tuple[int, ...]
+    """Ids per table; they sum to N."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchIds:
+    """A batch, after the id policy."""
+
+    groups: tuple[GroupIds, ...]
+    summary: Tensor
+    """(3 + F,) int64: malformed bags, then (index, id) of the first offending id in feature order (-1 if none), then the
+    number of out-of-range ids of each configured feature."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchReport:
+    """``BatchIds.summary`` on the host."""
+
+    malformed: int
+    first_feature: int
+    first_id: int
+    out_of_range: tuple[int, ...]
+
+
+def check_feature(name: str, pair: object, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What the host can check: a pair of one-dimensional int64 tensors on the module's device."""
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise TypeError(f"exchange: `ids[{name!r}]` must be a pair (values, offsets), got {type(pair).__name__}")
+    for argument, tensor in zip(("values", "offsets"), pair, strict=True):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"exchange: {argument} of feature {name!r} must be a Tensor, got {type(tensor).__name__}")
+        if tensor.dtype != torch.int64:
+            raise TypeError(f"exchange: {argument} of feature {name!r} must be int64, got {tensor.dtype}; use .long()")
+        if tensor.dim() != 1:
+            raise ValueError(
+                f"exchange: {argument} of feature {name!r} must have one dim, got shape {tuple(tensor.shape)}"
+            )
+        if tensor.device != device:
+            raise ValueError(
+                f"exchange: {argument} of feature {name!r} must be on the tables' device {device}, got {tensor.device}; "
+                "move the batch first"
+            )
+    values, offsets = pair
+    if offsets.numel() == 0:
+        raise ValueError(
+            f"exchange: offsets of feature {name!r} must hold num_bags + 1 values, the first 0, got an empty tensor"
+        )
+    return values, offsets
+
+
+def flatten_ids(
+    ids: Mapping[str, tuple[Tensor, Tensor]],
+    groups: Sequence[Group],
+    features: Sequence[FeatureConfig],
+    *,
+    policy: IdPolicy,
+    device: torch.device,
+) -> BatchIds:
+    """Check a batch, lay it out by group and table, and apply ``drop`` or ``clamp``.
+
+    Raises:
+        TypeError, ValueError: an unknown feature, or a tensor of the wrong type, shape or device.
+    """
+    known = {feature.name for feature in features}
+    unknown = [name for name in ids if name not in known]
+    if unknown:
+        raise ValueError(
+            f"exchange: `ids` must name configured features only, got {unknown[0]!r}; "
+            f"the features are {', '.join(sorted(known)) or 'none'}"
+        )
+    pairs = {name: check_feature(name, pair, device) for name, pair in ids.items()}
+    flat = [_flatten_group(pairs, group) for group in groups]
+    summary = torch.zeros(3 + len(features), dtype=torch.int64, device=device)
+    summary[1:3] = -1
+    checked = [_check_values(group_ids, summary, policy) for group_ids in flat]
+    return BatchIds(groups=tuple(checked), summary=summary)
+
+
+def _flatten_group(pairs: Mapping[str, tuple[Tensor, Tensor]], group: Group) -> GroupIds:
+    values, features = [], []
+    counts = [0] * len(group.tables)
+    start = 0
+    for slot in group.features:
+        if slot.config.name not in pairs:
+            continue
+        ids, offsets = pairs[slot.config.name]
+        end = start + ids.numel()
+        features.append(FeatureIds(slot=slot, start=start, end=end, offsets=offsets))
+        values.append(ids)
+        counts[slot.table] += ids.numel()
+        start = end
+    if not values:
+        return GroupIds(group=group, values=torch.empty(0, dtype=torch.int64), features=(), counts=tuple(counts))
+    flat = values[0].contiguous() if len(values) == 1 else torch.cat(values)
+    return GroupIds(group=group, values=flat, features=tuple(features), counts=tuple(counts))
+
+
+def _to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    host = torch.tensor(numbers, dtype=torch.int64)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def _check_values(group_ids: GroupIds, summary: Tensor, policy: IdPolicy) -> GroupIds:
+    """Add the group's faults to ``summary``; return the ids after the policy."""
+    features, values, device = group_ids.features, group_ids.values, summary.device
+    if not features:
+        return group_ids
+    sizes = [feature.end - feature.start for feature in features]
+    offsets = torch.cat([feature.offsets for feature in features]) if len(features) > 1 else features[0].offsets
+    # offsets of all features in one run: each must start at 0, end at its number of ids and never fall
+    lengths = torch.tensor([feature.offsets.numel() for feature in features])
+    last = lengths.cumsum(0) - 1
+    first = last + 1 - lengths
+    table = _to_device([*first.tolist(), *last.tolist(), *sizes, *_rows_of(group_ids)], device).view(4, -1)
+    falls = offsets[1:] < offsets[:-1]
+    # where one feature ends and the next begins the run falls by right
+    falls.index_fill_(0, table[1][:-1], False)
+    malformed = falls.sum() + (offsets[table[0]] != 0).sum() + (offsets[table[1]] != table[2]).sum()
+    summary[0] += malformed
+    if values.numel() == 0:
+        return group_ids
+    limit = torch.repeat_interleave(table[3], table[2], output_size=values.numel())
+    bad = (values < 0) | (values >= limit)
+    ends = table[2].cumsum(0)
+    running = torch.cat([bad.new_zeros(1, dtype=torch.int64), bad.cumsum(0)])
+    per_feature = running[ends] - running[ends - table[2]]
+    slots = _to_device([feature.slot.index for feature in features], device)
+    summary.index_add_(0, slots + 3, per_feature)
+    position = bad.to(torch.int8).argmax().view(1)
+    faulty = per_feature.sum() > 0
+    where = torch.searchsorted(ends, position, right=True)
+    found = torch.cat([slots[where], values[position]])
+    # The first group with a fault keeps its place.
+    summary[1:3] = torch.where(faulty & (summary[1] < 0), found, summary[1:3])
+    if policy == "clamp":
+        values = torch.minimum(values.clamp(min=0), limit - 1)
+    elif policy == "drop":
+        # num_rows is the scratch row of one rank's table, and marks a dropped id before an exchange
+        values = torch.where(bad, limit, values)
+    return GroupIds(group=group_ids.group, values=values, features=features, counts=group_ids.counts)
+
+
+def _rows_of(group_ids: GroupIds) -> list[int]:
+    tables = group_ids.group.tables
+    return [tables[feature.slot.table].config.num_rows for feature in group_ids.features]
+
+
+def summarise(vector: Sequence[int]) -> BatchReport:
+    """Read ``BatchIds.summary``."""
+    return BatchReport(malformed=vector[0], first_feature=vector[1], first_id=vector[2], out_of_range=tuple(vector[3:]))

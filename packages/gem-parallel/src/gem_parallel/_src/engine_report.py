@@ -1,0 +1,166 @@
+"""Which optional engines are here, why not, and what to install."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+import warnings
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+__all__ = ["FeatureStatus", "engine_report", "require_fbgemm"]
+
+KNOWN_PAIRS = {"2.13": "1.8", "2.11": "1.6"}
+"""torch release -> the fbgemm-gpu release built against its ABI; only pairs that this project's tests ran on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeatureStatus:
+    """One line of the report."""
+
+    feature: str
+    available: bool
+    reason: str
+    """What was found, or why the feature is not available."""
+    remedy: str = ""
+    """What to install or change; empty when available."""
+
+
+def _release(version: str) -> str:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return f"{match[1]}.{match[2]}" if match else version
+
+
+def _pip_line(torch_release: str, cuda: bool) -> str:
+    distribution = "fbgemm-gpu" if cuda else "fbgemm-gpu-cpu"
+    fbgemm = KNOWN_PAIRS.get(torch_release)
+    if fbgemm is not None:
+        return f"pip install '{distribution}=={fbgemm}.*'"
+    newest, partner = max(KNOWN_PAIRS.items(), key=lambda pair: [int(part) for part in pair[0].split(".")])
+    return f"pip install 'torch=={newest}.*' '{distribution}=={partner}.*'"
+
+
+def installed_fbgemm() -> tuple[str, str] | None:
+    """(distribution, version) of the fbgemm build in this environment; None without one."""
+    for distribution in ("fbgemm-gpu", "fbgemm-gpu-cpu"):
+        try:
+            return distribution, importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+@cache
+def _import_problem() -> str | None:
+    """Why fbgemm cannot be used, None when it can."""
+    try:
+        # fbgemm warns on import about parts of its own that a wheel leaves out; none of them is used here.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+        # fbgemm_gpu may import although its library did not load; the missing operator tells.
+        _ = torch.ops.fbgemm.split_embedding_codegen_lookup_sgd_function_pt2
+    except (ImportError, OSError, AttributeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
+    return None
+
+
+def _fbgemm_status() -> FeatureStatus:
+    cuda = torch.version.cuda is not None
+    line = _pip_line(_release(torch.__version__), cuda)
+    found = installed_fbgemm()
+    problem = _import_problem()
+    if problem is None:
+        name = " ".join(found) if found is not None else "fbgemm_gpu (no distribution metadata)"
+        return FeatureStatus(feature="fbgemm", available=True, reason=f"{name} imports")
+    if found is None:
+        return FeatureStatus(feature="fbgemm", available=False, reason="fbgemm-gpu is not installed", remedy=line)
+    reason = f"{found[0]} {found[1]} does not load with torch {torch.__version__} ({problem})"
+    return FeatureStatus(feature="fbgemm", available=False, reason=reason, remedy=line)
+
+
+def _pair_status() -> FeatureStatus:
+    release = _release(torch.__version__)
+    found = installed_fbgemm()
+    line = _pip_line(release, torch.version.cuda is not None)
+    known = ", ".join(f"torch {left} with fbgemm {right}" for left, right in KNOWN_PAIRS.items())
+    if found is None:
+        return FeatureStatus(
+            feature="torch_fbgemm_pair", available=False, reason="fbgemm-gpu is not installed", remedy=line
+        )
+    pair = f"torch {torch.__version__} with {found[0]} {found[1]}"
+    if KNOWN_PAIRS.get(release) == _release(found[1]):
+        return FeatureStatus(feature="torch_fbgemm_pair", available=True, reason=f"{pair} is a tested pair")
+    return FeatureStatus(
+        feature="torch_fbgemm_pair",
+        available=False,
+        reason=f"{pair} is not a tested pair; tested: {known}",
+        remedy=line,
+    )
+
+
+def _cuda_status(fbgemm: FeatureStatus) -> FeatureStatus:
+    name = "embeddings_cuda"
+    if not fbgemm.available:
+        return FeatureStatus(feature=name, available=False, reason=fbgemm.reason, remedy=fbgemm.remedy)
+    found = installed_fbgemm()
+    if found is not None and found[0] == "fbgemm-gpu-cpu":
+        return FeatureStatus(
+            feature=name,
+            available=False,
+            reason=f"{found[0]} {found[1]} holds CPU kernels only",
+            remedy=_pip_line(_release(torch.__version__), True),
+        )
+    if not torch.cuda.is_available():
+        return FeatureStatus(
+            feature=name,
+            available=False,
+            reason="torch sees no CUDA device",
+            remedy="run on a machine with a CUDA GPU and a CUDA build of torch",
+        )
+    return FeatureStatus(feature=name, available=True, reason=f"tables on {torch.cuda.get_device_name()}")
+
+
+def engine_report() -> dict[str, FeatureStatus]:
+    """Say what this installation can do.
+
+    Returns:
+        Feature -> status. ``fbgemm``: the library loads. ``torch_fbgemm_pair``: the versions are a pair this project
+        tests (an untested pair may work). ``embeddings_cpu``, ``embeddings_cuda``: tables on that device.
+        ``adam_cpu``: Adam for CPU tables. ``nccl``, ``gloo``: backends for several ranks.
+    """
+    fbgemm = _fbgemm_status()
+    cpu = FeatureStatus(
+        feature="embeddings_cpu",
+        available=fbgemm.available,
+        reason="tables in host memory" if fbgemm.available else fbgemm.reason,
+        remedy=fbgemm.remedy,
+    )
+    adam = FeatureStatus(
+        feature="adam_cpu",
+        available=fbgemm.available,
+        reason="in PyTorch: fbgemm has no CPU kernel for Adam" if fbgemm.available else fbgemm.reason,
+        remedy=fbgemm.remedy,
+    )
+    rows = [fbgemm, _pair_status(), cpu, _cuda_status(fbgemm), adam]
+    for backend in ("nccl", "gloo"):
+        available = torch.distributed.is_available() and torch.distributed.is_backend_available(backend)
+        rows.append(
+            FeatureStatus(
+                feature=backend,
+                available=available,
+                reason=f"this build of torch {'has' if available else 'lacks'} {backend}",
+                remedy="" if available else f"install a build of torch with {backend}",
+            )
+        )
+    return {row.feature: row for row in rows}
+
+
+def require_fbgemm(owner: str) -> None:
+    """Raise ImportError with the pip line when fbgemm cannot be used."""
+    status = _fbgemm_status()
+    if not status.available:
+        raise ImportError(f"{owner}: needs fbgemm-gpu, but {status.reason}; {status.remedy}")

@@ -1,0 +1,7 @@
+"""Embedding tables sharded over ranks, with fused sparse optimizers."""
+
+from gem_parallel._src.embeddings.config import FeatureConfig, SparseOptimizerConfig, TableConfig
+from gem_parallel._src.embeddings.module import ShardedEmbeddings
+from gem_parallel._src.embeddings.pending import Pending
+
+__all__ = ["FeatureConfig", "Pending", "ShardedEmbeddings", "SparseOptimizerConfig", "TableConfig"]
