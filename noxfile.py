@@ -111,9 +111,9 @@ def shared_python(session: nox.Session) -> str:
 def environment(session: nox.Session, **variables: str) -> dict[str, str]:
     """Variables for a child process: one thread unless the caller set it; sources on PYTHONPATH if active."""
     env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **variables}
-    if active(session):
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [SOURCES, os.environ.get("PYTHONPATH", "")]))
-    return env
+    # The plugins of the lanes lie in .ci; the sources are installed unless the active Python is used.
+    paths = [str(ROOT / ".ci"), SOURCES if active(session) else "", os.environ.get("PYTHONPATH", "")]
+    return {**env, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def module(session: nox.Session, *command: str, **variables: str) -> None:
@@ -197,20 +197,27 @@ def tests_dist(session: nox.Session) -> None:
 # ---------------------------------------------------------------- GPU lane
 
 
+def gpu_lane(session: nox.Session, *folders: str) -> None:
+    """Pytest on the GPU tests of some folders, where a skip is an error unless the test is marked sm100."""
+    check = "import sys, torch; torch.cuda.is_available() or sys.exit('the GPU lane: torch sees no CUDA device')"
+    session.run(shared_python(session), "-c", check)
+    if not any(mentions(ROOT / folder, "mark.gpu") for folder in folders):
+        session.log(f"no GPU test in {', '.join(folders)}")
+        return
+    pytest(session, *folders, "-m", "gpu", "-p", "gpu_lane")
+
+
 @gem_session(tags=["gpu"])
 @nox.parametrize("package", PACKAGES)
 def tests_gpu(session: nox.Session, package: str) -> None:
     """A package's GPU tests; an error without CUDA, and when a test is skipped that is not marked sm100."""
-    session.run(
-        shared_python(session),
-        "-c",
-        "import sys, torch; torch.cuda.is_available() or sys.exit('tests_gpu: torch sees no CUDA device')",
-    )
-    if not mentions(ROOT / "packages" / package / "tests", "mark.gpu"):
-        session.log(f"{package} has no GPU test")
-        return
-    plugin = os.pathsep.join(filter(None, [str(ROOT / ".ci"), environment(session).get("PYTHONPATH", "")]))
-    pytest(session, f"packages/{package}/tests", "-m", "gpu", "-p", "gpu_lane", PYTHONPATH=plugin)
+    gpu_lane(session, f"packages/{package}/tests")
+
+
+@gem_session(tags=["gpu"])
+def integration_gpu(session: nox.Session) -> None:
+    """The packages together on a GPU, against the CPU."""
+    gpu_lane(session, "tests/integration")
 
 
 @gem_session(tags=["bench"])

@@ -105,7 +105,9 @@ def config() -> RankingConfig:
 
 @pytest.fixture
 def make_tables() -> Callable[..., ShardedEmbeddings]:
-    def build(*, id_policy: str = "error", learning_rate: float = 0.05, seed: int = 0) -> ShardedEmbeddings:
+    def build(
+        *, id_policy: str = "error", learning_rate: float = 0.05, seed: int = 0, device: str = "cpu"
+    ) -> ShardedEmbeddings:
         rows = {"user": NUM_USERS, "item": NUM_ITEMS, "tags": NUM_TAGS, "click": 2}
         return ShardedEmbeddings(
             tables=[TableConfig(name=name, num_rows=count, dim=DIM) for name, count in rows.items()],
@@ -117,7 +119,7 @@ def make_tables() -> Callable[..., ShardedEmbeddings]:
                 FeatureConfig(name="history.click", table="click", pooling="sum"),
             ],
             optimizer=SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=learning_rate, eps=1e-8),
-            device=torch.device("cpu"),
+            device=torch.device(device),
             seed=seed,
             id_policy=id_policy,
         )
