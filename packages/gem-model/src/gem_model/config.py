@@ -92,6 +92,9 @@ class SequenceTowerConfig:
     """Tokens that the seeds are compressed to; unused when `num_seeds` is 0."""
     kron_rank: int = 4
     """Terms of the sum of Kronecker products that compresses the seeds."""
+    project_pooling: bool = True
+    """Whether the pooling's keys and values are projections of the events, or the events themselves, which costs two
+    matrix products per event less."""
     num_recent: int = 4
     """Latest events handed on uncompressed; 0 leaves them out."""
     event_hidden: int = 128

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -34,7 +35,7 @@ class MLP(nn.Sequential):
 
     def __init__(self, widths: Sequence[int], activation: str, dropout: float = 0.0) -> None:
         layers: list[nn.Module] = []
-        for index, (fan_in, fan_out) in enumerate(zip(widths[:-1], widths[1:], strict=True)):
+        for index, (fan_in, fan_out) in enumerate(itertools.pairwise(widths)):
             if index:
                 layers.append(activation_module(activation))
                 if dropout:
@@ -66,8 +67,8 @@ class TokenLinear(nn.Module):
 class Gating(nn.Module):
     """x ⊙ sigmoid(W x + b): each token decides how much of each of its columns passes.
 
-    InterFormer gates summaries with σ(x ⊙ MLP(x)); here the sigmoid is on the gate alone, so that sign and scale of what
-    passes are kept.
+    InterFormer gates summaries with σ(x ⊙ MLP(x)); here the sigmoid is on the gate alone, so that sign and scale of
+    what passes are kept.
     """
 
     def __init__(self, dim: int) -> None:

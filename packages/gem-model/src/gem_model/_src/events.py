@@ -53,10 +53,7 @@ class EventTokens(nn.Module):
         self._config = config
         num_embedded = len(config.event_features) * embedding_dim
         num_numeric = config.num_event_dense + config.num_age_buckets + config.num_recency_buckets
-        # Two layers in place of one over the concatenation: the numbers need no gradient.
-        if num_embedded:
-            self.embedded = nn.Linear(num_embedded, config.event_hidden, bias=False)
-        self.numeric = nn.Linear(num_numeric, config.event_hidden)
+        self.hidden = nn.Linear(num_embedded + num_numeric, config.event_hidden)
         self.activation = activation_module(activation)
         self.output = nn.Linear(config.event_hidden, config.dim)
 
@@ -64,25 +61,14 @@ class EventTokens(nn.Module):
         """Embeddings (T, E) by name and the packed events -> tokens (T, d)."""
         config = self._config
         num_events = sequence.age.shape[0]
-        numeric = torch.cat(
-            (
-                sequence.dense,
-                hat_encoding(torch.log1p(sequence.age), config.num_age_buckets, _MAX_LOG_AGE),
-                hat_encoding(
-                    torch.log1p(recency(sequence.offsets, num_events)), config.num_recency_buckets, _MAX_LOG_RECENCY
-                ),
-            ),
-            dim=1,
-        )
-        hidden = self.numeric(numeric)
-        if config.event_features:
-            hidden = hidden + self.embedded(torch.cat([embeddings[name] for name in config.event_features], dim=1))
+        age = hat_encoding(torch.log1p(sequence.age), config.num_age_buckets, _MAX_LOG_AGE)
+        later = torch.log1p(recency(sequence.offsets, num_events))
+        columns = [embeddings[name] for name in config.event_features]
+        columns += [sequence.dense, age, hat_encoding(later, config.num_recency_buckets, _MAX_LOG_RECENCY)]
+        hidden = self.hidden(torch.cat(columns, dim=1))
         return Jagged(self.output(self.activation(hidden)), sequence.offsets, sequence.max_seqlen)
 
     def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:
         """FLOPs by module."""
         rows = sizes.num_events(self._config.name)
-        own = linear_flops(self.numeric, rows) + linear_flops(self.output, rows)
-        if self._config.event_features:
-            own += linear_flops(self.embedded, rows)
-        return {"": ModuleFlops(gemm=own)}
+        return {"": ModuleFlops(gemm=linear_flops(self.hidden, rows) + linear_flops(self.output, rows))}

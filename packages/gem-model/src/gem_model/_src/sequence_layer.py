@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from gem_kernels.modules import GDPA, JaggedAttention
 from torch import Tensor, nn
 
+from gem_kernels.modules import GDPA, JaggedAttention
 from gem_model._src.blocks import normalize
 from gem_model._src.jagged import Jagged, fixed_offsets
 from gem_model._src.rms_norm import rms_norm
@@ -19,9 +19,9 @@ from gem_model.flops import BatchSizes, ModuleFlops, attention_flops, linear_flo
 class PersonalizedFeedForward(nn.Module):
     """GDPA-PFFN: a feed-forward layer over the events whose weights are made from the context (Kunlun, InterFormer).
 
-    With q = LN(S), K = w1(X_sum) and V = w2(X_sum) per head: S + RMSNorm(c act(q Kᵀ / sqrt(D)) V + q). The n_sum tokens are
-    the hidden units. q has unit variance and so have the scores; c = 1 / sqrt(n_sum) keeps the sum over hidden units at
-    unit variance too.
+    With q = LN(S), K = w1(X_sum) and V = w2(X_sum) per head: S + RMSNorm(c act(q Kᵀ / sqrt(D)) V + q). The n_sum tokens
+    are the hidden units. q has unit variance and so have the scores; c = 1 / sqrt(n_sum) keeps the sum over hidden
+    units at unit variance too.
     """
 
     def __init__(self, tower: SequenceTowerConfig) -> None:
@@ -70,7 +70,9 @@ class EventSelfAttention(nn.Module):
     def __init__(self, tower: SequenceTowerConfig, kind: SelfAttention) -> None:
         super().__init__()
         self._tower, self._kind = tower, kind
-        self.query_key_value = nn.Linear(tower.dim, 3 * tower.dim)
+        self.query = nn.Linear(tower.dim, tower.dim)
+        self.key = nn.Linear(tower.dim, tower.dim, bias=False)
+        self.value = nn.Linear(tower.dim, tower.dim, bias=False)
         self.attention: nn.Module
         if kind == "window":
             self.attention = JaggedAttention(window_size=(tower.window, tower.window))
@@ -84,7 +86,8 @@ class EventSelfAttention(nn.Module):
     def forward(self, s: Jagged) -> Tensor:
         """(T, d) -> (T, d)."""
         tower = self._tower
-        q, k, v = self.query_key_value(normalize(s.values)).view(-1, 3, tower.num_heads, tower.head_dim).unbind(1)
+        x = normalize(s.values)
+        q, k, v = (f(x).view(-1, tower.num_heads, tower.head_dim) for f in (self.query, self.key, self.value))
         if self._kind == "window":
             out = self.attention(
                 q,
@@ -109,7 +112,7 @@ class EventSelfAttention(nn.Module):
             pairs = sizes.block_pairs(tower.name, tower.block_size)
         return nest(
             {"attention": {"": ModuleFlops(attention=attention_flops(pairs, tower.dim))}},
-            ModuleFlops(gemm=linear_flops(self.query_key_value, rows) + linear_flops(self.output, rows)),
+            ModuleFlops(gemm=sum(linear_flops(x, rows) for x in (self.query, self.key, self.value, self.output))),
         )
 
 

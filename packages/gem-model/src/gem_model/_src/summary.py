@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from gem_kernels.jagged import jagged_last_k
-from gem_kernels.modules import JaggedAttention
 from torch import Tensor, nn
 
+from gem_kernels.jagged import jagged_last_k
+from gem_kernels.modules import JaggedAttention
 from gem_model._src.blocks import Gating, SumKronLinear, TokenLinear, activation_module, normalize
 from gem_model._src.jagged import Jagged, fixed_offsets
 from gem_model.config import RankingConfig, SequenceTowerConfig
@@ -49,16 +49,20 @@ class ContextSummary(nn.Module):
 class SequencePooling(nn.Module):
     """S_sum = Gating([target-aware pooling ‖ hierarchical seed pooling ‖ recent tokens]).
 
-    The context tokens (target-aware pooling, InterFormer's PMA with queries that know the candidate) and the learned seeds
-    (HSP, Kunlun) attend over the same keys and values in one jagged attention. The seeds' results are compressed by
-    SumKronLinear, which takes the place of the seeds' output projection.
+    The context tokens (target-aware pooling: InterFormer's PMA with queries that know the candidate) and learned seeds
+    (HSP, Kunlun) attend over the same keys and values in one jagged attention. SumKronLinear compresses what the seeds
+    found and is their output projection. Without `project_pooling` the events themselves are keys and values: each head
+    reads its slice of their columns, and what stands there the layers before learn.
     """
 
     def __init__(self, config: RankingConfig, tower: SequenceTowerConfig) -> None:
         super().__init__()
         self._tower = tower
         self.query = nn.Linear(tower.dim, tower.dim)
-        self.key_value = nn.Linear(tower.dim, 2 * tower.dim)
+        if tower.project_pooling:
+            # A bias of the keys would not change a softmax, and the output projection has one for the values.
+            self.key = nn.Linear(tower.dim, tower.dim, bias=False)
+            self.value = nn.Linear(tower.dim, tower.dim, bias=False)
         self.attention = JaggedAttention()
         self.output = nn.Linear(tower.dim, tower.dim)
         if tower.num_seeds:
@@ -81,11 +85,13 @@ class SequencePooling(nn.Module):
             queries = torch.cat((queries, seeds), dim=1)
         num_queries = num_context + tower.num_seeds
         heads = (tower.num_heads, tower.head_dim)
-        keys, values = self.key_value(s.values).view(-1, 2, *heads).unbind(1)
+        keys = values = s.values
+        if tower.project_pooling:
+            keys, values = self.key(keys), self.value(values)
         pooled = self.attention(
             queries.reshape(num_samples * num_queries, *heads),
-            keys,
-            values,
+            keys.view(-1, *heads),
+            values.view(-1, *heads),
             offsets_q=fixed_offsets(num_samples, num_queries, queries.device).to(s.offsets.dtype),
             offsets_k=s.offsets,
             max_seqlen_q=num_queries,
@@ -107,7 +113,8 @@ class SequencePooling(nn.Module):
         num_context = rows * tower.num_context_tokens
         num_pooled = rows * tower.num_pooled_tokens
         own = linear_flops(self.query, num_context) + linear_flops(self.output, num_context)
-        own += linear_flops(self.key_value, num_events)
+        if tower.project_pooling:
+            own += linear_flops(self.key, num_events) + linear_flops(self.value, num_events)
         pairs = num_events * (tower.num_context_tokens + tower.num_seeds)
         children = {
             "attention": {"": ModuleFlops(attention=attention_flops(pairs, tower.dim))},
