@@ -1,0 +1,315 @@
+"""The sections of the report, each a function from runs to HTML; one without data is empty."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from gem_train.report import figures
+from gem_train.report.figures import COLOURS, Curve, Level, si
+from gem_train.report.html import Raw, bar, card, number, percent, table, text
+from gem_train.report.run import Bar, Line, Run
+
+
+def header(run: Run) -> Raw:
+    """Name, verdict and the main numbers."""
+    config = run.config
+    facts = [
+        config.get("recipe") and f"recipe {config['recipe']}",
+        config.get("dataset") and f"data {config['dataset']}",
+        config.get("precision"),
+        _devices(run),
+        config.get("seed") is not None and f"seed {config['seed']}",
+    ]
+    out = [f"<h1>{text(run.name)}</h1>", f"<p class=sub>{text(' · '.join(str(f) for f in facts if f))}</p>"]
+    warning = _ending(run)
+    if warning:
+        out.append(f'<p class="verdict warn">{text(warning)}</p>')
+    task = run.reference_task
+    result = run.result(task) if task else {}
+    if result.get("ne") is not None:
+        out.append(f"<p class=verdict>{text(verdict(result['ne'], run.reference, run.result_split or ''))}</p>")
+    account = run.account()
+    where = f"{run.result_split}, {task}" if result else ""
+    mfu = _mfu(run)
+    cards = [
+        card("normalised entropy", number(result.get("ne")), where),
+        card("AUC", number(result.get("auc"))),
+        card("calibration", number(result.get("calibration"), 3)),
+        card("samples trained", "–" if run.samples is None else si(run.samples), f"{run.step or 0:,} steps"),
+        card("samples per second", "–" if account.samples_per_second is None else si(account.samples_per_second)),
+        card("MFU, end to end", percent(mfu) if mfu is not None else "none"),
+    ]
+    out.append(f"<div class=cards>{''.join(cards)}</div>")
+    return Raw("".join(out))
+
+
+def verdict(ne: float, bars: Sequence[Bar], split: str) -> str:
+    """Where a score stands among the bars, in one sentence.
+
+    Args:
+        ne: The score.
+        bars: Best NE first.
+        split: What was evaluated.
+    """
+    start = f"{split.capitalize()} NE {ne:.4f}"
+    beaten = next((b for b in bars if b.ne > ne), None)
+    ahead = next((b for b in reversed(bars) if b.ne <= ne), None)
+    if not bars:
+        side = "below" if ne <= 1.0 else "above"
+        return f"{start}: {percent(abs(1 - ne))} {side} the entropy of the base rate."
+    if ahead is None and beaten is not None:
+        best = f"{beaten.predictor} ({beaten.ne:g})"
+        return f"{start} beats all {len(bars)} reference predictors; the best of them is {best}."
+    assert ahead is not None
+    behind = f"{percent(ne / ahead.ne - 1)} behind {ahead.predictor} ({ahead.ne:g})"
+    if beaten is None:
+        return f"{start} is worse than all {len(bars)} reference predictors: {behind}."
+    return f"{start} is better than {beaten.predictor} ({beaten.ne:g}) and {behind}."
+
+
+def results(run: Run) -> Raw:
+    """Metrics per task and split, and the reference table."""
+    rows = []
+    for split, lines in run.evaluations.items():
+        for task in run.tasks:
+            m = run.result(task, split) if lines else {}
+            if m:
+                step = lines[-1].get("step")
+                rows.append([split, task, f"{m.get('count', 0):,}", percent(m.get("base_rate"), 2), number(m.get("ne")),
+                             number(m.get("auc")), number(m.get("calibration"), 3), number(m.get("logloss")),
+                             "–" if step is None else f"{step:,}"])  # fmt: skip
+    head = ["split", "task", "samples", "positive", "NE", "AUC", "calibration", "log loss", "at step"]
+    out = [
+        "<h2>Result</h2>",
+        table(head, rows, numeric=range(2, 9)) if rows else "<p>No evaluation has been done yet.</p>",
+    ]
+    out.append(
+        "<p>NE is the log loss divided by the entropy of the evaluated samples' own mean label: 1 is no better than "
+        "that mean, lower is better. Calibration is the mean prediction divided by the mean label.</p>"
+    )
+    main = run.reference_task
+    mine = run.result(main) if main else {}
+    if run.reference and mine.get("ne") is not None:
+        entries = [(b.predictor, b.ne, b.auc, False) for b in run.reference]
+        entries.append((run.name, mine["ne"], mine.get("auc"), True))
+        entries.sort(key=lambda entry: entry[1])
+        gain = max(0.02, max(1 - e[1] for e in entries))
+        body = [
+            [name, number(ne), number(auc, 3), f"{100 * (ne / mine['ne'] - 1):+.1f} %" if not own else "",
+             bar((1 - ne) / gain, other=not own)]
+            for name, ne, auc, own in entries
+        ]  # fmt: skip
+        own_row = next(k for k, entry in enumerate(entries) if entry[3])
+        out.append(f"<h3>Against reference predictors (task {text(main)}, {text(run.result_split)})</h3>")
+        columns = ["predictor", "NE", "AUC", "NE against this run", "entropy explained, 1 − NE"]
+        out.append(table(columns, body, numeric=(1, 2, 3), this=(own_row,)))
+    return Raw("".join(out))
+
+
+def learning(runs: Sequence[Run]) -> Raw:
+    """Loss, NE and AUC against samples, of one run or several."""
+    plots = []
+    several = len(runs) > 1
+    task = runs[0].reference_task
+    losses: list[Curve] = []
+    for k, run in enumerate(runs):
+        prefix = f"{run.name} " if several else ""
+        losses += _curve(f"{prefix}training", run.train, ("loss",), COLOURS[k % 6], marked=False)
+        if not several:
+            losses += _curve("validation", run.evaluations["validation"], ("loss",), COLOURS[1], marked=True)
+    if losses:
+        plots.append(figures.curves("Loss", losses, ylabel="loss per sample", alt=_describe("loss", losses)))
+    for metric, title in (("ne", "Normalised entropy"), ("auc", "AUC")):
+        lines: list[Curve] = []
+        for k, run in enumerate(runs):
+            prefix = f"{run.name} " if several else ""
+            path = ("tasks", task, metric)
+            if not several:
+                lines += _curve("training windows", run.train, path, COLOURS[0], marked=False)
+            colour = COLOURS[k % 6] if several else COLOURS[1]
+            lines += _curve(f"{prefix}validation", run.evaluations["validation"], path, colour, marked=True)
+            if not several:
+                lines += _curve("test", run.evaluations["test"], path, COLOURS[2], marked=True)
+        values = [(f"{b.predictor} (test)", b.ne if metric == "ne" else b.auc) for b in _neighbours(runs[0])]
+        levels = [Level(label, value) for label, value in values if value is not None]
+        if lines:
+            plots.append(
+                figures.curves(
+                    f"{title}, {task}", lines, ylabel=metric.upper(), levels=levels, alt=_describe(title, lines)
+                )
+            )
+    if not plots:
+        return Raw("")
+    return Raw(f"<h2>Learning</h2><div class=plots>{''.join(plots)}</div>")
+
+
+def calibration(run: Run) -> Raw:
+    """A calibration plot per task of the last evaluation."""
+    plots = []
+    for task in run.tasks:
+        result = run.result(task)
+        points = [p for p in result.get("curve") or () if p.get("count")]
+        if points:
+            alt = f"calibration of {task}: " + "; ".join(
+                f"{p['prediction']:.3g} observed {p['label']:.3g}" for p in points
+            )
+            plots.append(figures.calibration(f"{task}, {run.result_split}", points, alt=alt))
+    if not plots:
+        return Raw("")
+    return Raw(
+        f"<h2>Calibration</h2><p>Samples in order of their prediction, in groups of equal size. Bars are 95 % "
+        f"intervals of the observed rate.</p><div class=plots>{''.join(plots)}</div>"
+    )
+
+
+def throughput(run: Run) -> Raw:
+    """Rates, MFU and where the time went."""
+    account = run.account()
+    if not account.seconds:
+        return Raw("")
+    peak = run.config.get("device_peak_flops")
+    devices = int(run.config.get("num_devices") or run.config.get("world_size") or 1)
+    rows: list[list[Any]] = [
+        ["time in training, evaluation and checkpoints", f"{account.seconds:,.1f} s"],
+        ["samples per second, median", number(account.samples_per_second, 0)],
+    ]
+    if account.flops_per_sample is not None:
+        rows.append(["model FLOPs per sample, forward and backward", si(account.flops_per_sample, "FLOP")])
+    if account.flops is not None:
+        rows.append(["model FLOPs per second, end to end", si(account.flops / account.seconds, "FLOP/s")])
+        compute = account.phases.get("forward", 0.0) + account.phases.get("backward", 0.0)
+        if compute:
+            rows.append(["model FLOPs per second, within forward and backward", si(account.flops / compute, "FLOP/s")])
+            rows.append(["share of time in forward and backward", percent(compute / account.seconds)])
+        if peak:
+            rows.append(["peak of one device, dense bf16", f"{si(peak, 'FLOP/s')} × {devices}"])
+            rows.append(["MFU, end to end", percent(account.flops / account.seconds / devices / peak, 2)])
+            if compute:
+                rows.append(["MFU within forward and backward", percent(account.flops / compute / devices / peak, 2)])
+    memory = [line["memory_bytes"] for line in run.train if line.get("memory_bytes")]
+    if memory:
+        rows.append(["peak device memory", f"{max(memory) / 2**30:,.2f} GiB"])
+    out = ["<h2>Throughput</h2>", table(["", ""], rows, numeric=(1,))]
+    if not peak:
+        out.append(f"<p>{text(run.config.get('mfu_reason') or 'No MFU: the peak of the device is not known.')}</p>")
+    else:
+        out.append(
+            "<p>MFU counts the model's own products at true lengths: no recomputation, padding or optimizer.</p>"
+        )
+    if account.phases:
+        total = sum(account.phases.values())
+        body = [[cause, number(s, 1), percent(s / total), bar(s / total)] for cause, s in account.phases.items()]
+        out += ["<h3>Where the time went</h3>", table(["cause", "seconds", "share", ""], body, numeric=(1, 2))]
+    modules = run.flops_by_module()
+    if modules:
+        total = sum(modules.values()) or 1.0
+        body = [[module, percent(f / total), bar(f / total)] for module, f in list(modules.items())[:15]]
+        out += ["<h3>Where the model's FLOPs are</h3>", table(["module", "share", ""], body, numeric=(1,))]
+    return Raw("".join(out))
+
+
+def layout(run: Run) -> Raw:
+    """Parallel axes, parameters and the precision report."""
+    out = []
+    parallel = run.config.get("parallel") or {}
+    parameters = run.config.get("parameters") or {}
+    if parallel or parameters:
+        rows = [[f"parameters, {kind}", f"{count:,}"] for kind, count in parameters.items()]
+        rows += [[f"axis {axis}", f"{degree:,}"] for axis, degree in parallel.items()]
+        out += ["<h2>Model and layout</h2>", table(["", ""], rows, numeric=(1,))]
+    layers = run.config.get("layers") or ()
+    if layers:
+        keys = ("fqn", "kind", "precision", "backend", "reason")
+        body = [[Raw(f"<code>{text(row.get('fqn'))}</code>"), *(row.get(key) for key in keys[1:])] for row in layers]
+        out += ["<h2>Precision</h2>", table(["module", "kind", "precision", "backend", "reason"], body)]
+    return Raw("".join(out))
+
+
+def comparison(runs: Sequence[Run]) -> Raw:
+    """This run beside others."""
+    if len(runs) < 2:
+        return Raw("")
+    task = runs[0].reference_task
+    own = runs[0].result(task).get("ne") if task else None
+    rows = []
+    for run in runs:
+        result = run.result(task, runs[0].result_split) if task else {}
+        ne, rate = result.get("ne"), run.account().samples_per_second
+        change = f"{100 * (ne / own - 1):+.2f} %" if ne and own and run is not runs[0] else ""
+        rows.append([run.name, run.config.get("precision"), run.config.get("seed"),
+                     None if run.step is None else f"{run.step:,}", number(ne), change, number(result.get("auc")),
+                     number(result.get("calibration"), 3), number(rate, 0), percent(_mfu(run), 2)])  # fmt: skip
+    head = ["run", "precision", "seed", "steps", "NE", "against this run", "AUC", "calibration", "samples/s", "MFU"]
+    return Raw(
+        f"<h2>Comparison</h2><p>Task {text(task)}, {text(runs[0].result_split)}. One run each: a difference within the "
+        "spread of seeds says nothing.</p>" + table(head, rows, numeric=range(2, 10), this=(0,))
+    )
+
+
+def details(run: Run) -> Raw:
+    """Resumes, checkpoints and versions."""
+    rows: list[list[Any]] = []
+    resumes = [f"{step:,}" for step in run.starts if step]
+    if resumes:
+        rows.append(["resumed at step", ", ".join(resumes)])
+    if run.checkpoints:
+        size = run.checkpoints[-1].get("bytes")
+        seconds = [c["seconds"] for c in run.checkpoints if c.get("seconds") is not None]
+        slowest = f", slowest {max(seconds):.2f} s" if seconds else ""
+        rows.append(["checkpoints", f"{len(run.checkpoints)}{slowest}" + (f", last {si(size, 'B')}" if size else "")])
+    rows += [[name, version] for name, version in (run.config.get("versions") or {}).items()]
+    return Raw("<h2>Details</h2>" + table(["", ""], rows)) if rows else Raw("")
+
+
+def _devices(run: Run) -> str | None:
+    name, count = run.config.get("device"), run.config.get("num_devices") or run.config.get("world_size")
+    if name is None:
+        return None
+    return f"{count} × {name}" if count and count > 1 else str(name)
+
+
+def _ending(run: Run) -> str | None:
+    if run.end is None:
+        return "This run has not ended: the numbers are those so far."
+    reason = run.end.get("reason")
+    return None if reason in (None, "finished") else f"This run was ended early: {reason}."
+
+
+def _mfu(run: Run) -> float | None:
+    account, peak = run.account(), run.config.get("device_peak_flops")
+    if not peak or account.flops is None or not account.seconds:
+        return None
+    devices = int(run.config.get("num_devices") or run.config.get("world_size") or 1)
+    return account.flops / (account.seconds * devices * float(peak))
+
+
+def _curve(
+    label: str, lines: Sequence[Line], path: tuple[str | None, ...], colour: str, *, marked: bool
+) -> list[Curve]:
+    points = []
+    for line in lines:
+        value: Any = line
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        if isinstance(value, int | float) and math.isfinite(value) and line.get("samples") is not None:
+            points.append((float(line["samples"]), float(value)))
+    if not points:
+        return []
+    return [Curve(label, [x for x, _ in points], [y for _, y in points], colour, marked)]
+
+
+def _neighbours(run: Run) -> list[Bar]:
+    """The bars next to the run's test NE, on either side."""
+    task = run.reference_task
+    ne = run.result(task, "test").get("ne") if task else None
+    if ne is None:
+        return []
+    return [*[b for b in run.reference if b.ne <= ne][-1:], *[b for b in run.reference if b.ne > ne][:1]]
+
+
+def _describe(what: str, lines: Sequence[Curve]) -> str:
+    return f"{what} against samples trained: " + "; ".join(
+        f"{c.label} from {c.y[0]:.4g} to {c.y[-1]:.4g}" for c in lines
+    )

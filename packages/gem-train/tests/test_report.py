@@ -1,0 +1,294 @@
+"""The metrics file and the report page."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gem_train.data import SCOREBOARD
+from gem_train.metrics import BinaryMetrics
+from gem_train.metrics_log import FILE_NAME, MetricsLog, read_metrics
+from gem_train.report import write_report
+from gem_train.report.figures import si, wilson
+from gem_train.report.run import Bar, load_run
+from gem_train.report.sections import verdict
+
+
+@functools.cache
+def task_metrics(noise: float, seed: int, curve_points: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    truth = 1.4 * torch.randn(4_000, generator=generator) - 0.5
+    labels = (torch.rand(4_000, generator=generator) < torch.sigmoid(truth)).float()
+    metrics = BinaryMetrics()
+    metrics.update(truth + noise * torch.randn(4_000, generator=generator), labels)
+    return metrics.compute(curve_points=curve_points)
+
+
+def write_run(run_dir: Path, *, noise: float = 0.2, device_peak: float | None = 989e12, **config: Any) -> Path:
+    """Twenty logging intervals, five validations and a test, with every kind of key."""
+    base = {
+        "run": run_dir.name,
+        "recipe": "movielens",
+        "dataset": "ml-latest-small",
+        "precision": "mxfp8",
+        "world_size": 2,
+        "num_devices": 2,
+        "device": "NVIDIA H200",
+        "device_peak_flops": device_peak,
+        "parameters": {"dense": 1_234_567, "sparse": 9_876_543},
+        "parallel": {"dp_replicate": 1, "dp_shard": 2, "sparse_shard": 2},
+        "seed": 3,
+        "reference": [bar._asdict() for bar in SCOREBOARD["ml-latest-small"]],
+        "reference_task": "like",
+        "layers": [
+            {
+                "fqn": "towers.0.linear",
+                "kind": "Linear",
+                "precision": "mxfp8",
+                "backend": "emulated",
+                "reason": "no sm_100",
+            },
+            {"fqn": "heads.like", "kind": "Linear", "precision": "bf16", "backend": "torch", "reason": "N < 32 & last"},
+        ],
+        "versions": {"torch": "2.11.0", "gem-train": "0.1.0"},
+        "start_step": 0,
+    }
+    with MetricsLog(run_dir) as log:
+        log.write("config", **{**base, **config})
+        for k in range(1, 21):
+            spread = noise + 3.0 / k
+            flops = 2.0e9 * 1_024 * 50
+            log.write(
+                "train", step=50 * k, samples=51_200 * k, seconds=2.0, loss=0.5 + 0.4 / k, samples_per_second=25_600.0,
+                flops_per_second=flops / 2.0, flops_per_sample=2.0e9, mfu=0.1, learning_rate=1e-3, grad_norm=1.0,
+                tasks={"like": task_metrics(spread, k), "favourite": task_metrics(spread, 100 + k)},
+                time={"data": 0.1, "embedding": 0.2, "forward": 0.5, "backward": 0.9, "optimizer": 0.2, "eval": 0.05},
+                flops={"towers.history": 3e9, "interaction": 1e9, "heads": 1e7}, memory_bytes=3 * 2**30,
+            )  # fmt: skip
+            if k % 4 == 0:
+                log.write(
+                    "validation", step=50 * k, samples=51_200 * k, seconds=1.0, num_samples=4_000, loss=0.52 + 0.4 / k,
+                    tasks={t: task_metrics(spread, 200 + k, 20) for t in ("like", "favourite")},
+                )  # fmt: skip
+        log.write("checkpoint", step=1_000, seconds=0.4, bytes=44_000_000)
+        log.write(
+            "test", step=1_000, samples=1_024_000, seconds=1.0, num_samples=4_000, loss=0.55,
+            tasks={t: task_metrics(noise, 300, 20) for t in ("like", "favourite")},
+        )  # fmt: skip
+        log.write("end", step=1_000, samples=1_024_000, seconds=47.0, reason="finished")
+    return run_dir
+
+
+class Page(HTMLParser):
+    """Text of a page, its headings and whether its tags balance."""
+
+    VOID = frozenset({"meta", "link", "img", "br", "input", "hr"})
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.headings: list[str] = []
+        self.addresses: list[str] = []
+        self.tags: set[str] = set()
+        self.feed(html)
+        assert self.open == [], "unclosed tags"
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("href", "src", "xlink:href")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.words.append(data)
+        if self.open and self.open[-1] in ("h2", "h3"):
+            self.headings.append(data)
+
+
+def test_full_report(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "demo")
+    path = write_report(run_dir)
+    assert path == run_dir / "report.html"
+    html = path.read_text(encoding="utf-8")
+    page = Page(html)
+    run = load_run(run_dir)
+    assert run.result_split == "test"
+    result = run.result("like")
+    for value in (f"{result['ne']:.4f}", f"{result['auc']:.4f}", f"{result['calibration']:.3f}"):
+        assert value in page.text
+    for part in (
+        "LightGBM, streaming features", "0.6320", "user CTR, streaming", "better than", "behind", "989 TFLOP/s × 2",
+        "dp_shard", "towers.0.linear", "no sm_100", "N < 32 & last", "1,234,567", "2 GFLOP", "3.00 GiB", "44 MB",
+        "2 × NVIDIA H200", "towers.history",
+    ):  # fmt: skip
+        assert part in page.text, part
+    # 20 intervals of 2 s with 1024 * 50 samples of 2 GFLOP, on two devices of 989 TFLOP/s.
+    assert f"{100 * 2e9 * 1_024 * 50 / 2 / (2 * 989e12):.2f} %" in page.text
+    assert page.headings == [
+        "Result", "Against reference predictors (task like, test)", "Learning", "Calibration", "Throughput",
+        "Where the time went", "Where the model's FLOPs are", "Model and layout", "Precision", "Details",
+    ]  # fmt: skip
+    assert html.count("<svg") == 5, "loss, NE, AUC and a calibration plot per task"
+
+
+def test_page_needs_nothing_else(tmp_path: Path) -> None:
+    html = write_report(write_run(tmp_path / "demo")).read_text(encoding="utf-8")
+    page = Page(html)
+    assert not page.tags & {"script", "link", "img", "iframe", "object"}
+    assert all(address.startswith("#") for address in page.addresses)
+    assert re.search(r"https?:|//\w|url\((?!#)|@import", html) is None
+
+
+def test_page_is_reproducible(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "demo")
+    first = write_report(run_dir).read_bytes()
+    assert write_report(run_dir, output=tmp_path / "again.html").read_bytes() == first
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_names_are_escaped(tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "demo", run="<b>a&b</b>", recipe="<script>alert(1)</script>")
+    page = Page(write_report(run_dir).read_text(encoding="utf-8"))
+    assert "script" not in page.tags
+    assert "<b>a&b</b>" in page.text
+
+
+def test_comparison(tmp_path: Path) -> None:
+    a = write_run(tmp_path / "fp32", noise=0.2, precision="fp32")
+    b = write_run(tmp_path / "mxfp8", noise=0.25)
+    page = Page(write_report(a, compare=[b]).read_text(encoding="utf-8"))
+    ratio = load_run(b).result("like")["ne"] / load_run(a).result("like")["ne"] - 1
+    assert f"{100 * ratio:+.2f} %" in page.text
+    assert "Comparison" in page.headings
+    assert "mxfp8 validation" in page.text, "the legend names both runs"
+
+
+def test_without_peak_says_why(tmp_path: Path) -> None:
+    why = "no MFU: the bf16 peak of 'cpu' is not in the table"
+    run_dir = write_run(tmp_path / "demo", device_peak=None, device="cpu", mfu_reason=why, num_devices=1)
+    page = Page(write_report(run_dir).read_text(encoding="utf-8"))
+    assert why in page.text
+    assert "none MFU, end to end" in page.text
+    assert "peak of one device" not in page.text
+
+
+def test_young_run(tmp_path: Path) -> None:
+    """One interval, no evaluation, one class so far: no NE, no AUC, and still a page."""
+    with MetricsLog(tmp_path) as log:
+        log.write("config", run="young", world_size=1, start_step=0)
+        log.write("train", step=1, samples=8, seconds=0.5, loss=0.7, tasks={"click": {"ne": None, "auc": math.nan}})
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert "No evaluation has been done yet" in page.text
+    assert "has not ended" in page.text
+    assert "nan" not in page.text.lower()
+
+
+def test_rare_labels_and_interrupted_run(tmp_path: Path) -> None:
+    """A calibration plot over two decades, points without a positive, a run that was stopped."""
+    logits = torch.linspace(-9.0, -4.0, 5_000)
+    labels = (torch.rand(5_000, generator=torch.Generator().manual_seed(0)) < torch.sigmoid(logits)).float()
+    metrics = BinaryMetrics()
+    metrics.update(logits, labels)
+    result = metrics.compute(curve_points=10)
+    assert any(point["label"] == 0 for point in result["curve"])
+    with MetricsLog(tmp_path) as log:
+        log.write("config", run="rare")
+        log.write("validation", step=1, samples=8, seconds=0.5, loss=0.7, tasks={"click": result})
+        log.write("end", step=1, samples=8, seconds=0.5, reason="interrupted")
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert "ended early: interrupted" in page.text
+    assert "Calibration" in page.headings
+
+
+def test_report_refuses_nothing_to_report(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"must hold metrics\.jsonl"):
+        write_report(tmp_path)
+    with MetricsLog(tmp_path) as log:
+        log.write("config", run="empty")
+    with pytest.raises(ValueError, match="must hold a train or evaluation line, got 1 lines without"):
+        write_report(tmp_path)
+
+
+BARS = (Bar("best", 0.6, 0.9), Bar("middle", 0.7, 0.8), Bar("worst", 1.0, None))
+
+
+@pytest.mark.parametrize(
+    ("ne", "bars", "expected"),
+    [
+        (0.55, BARS, "Test NE 0.5500 beats all 3 reference predictors; the best of them is best (0.6)."),
+        (0.66, BARS, "Test NE 0.6600 is better than middle (0.7) and 10.0 % behind best (0.6)."),
+        (0.7, BARS, "Test NE 0.7000 is better than worst (1) and 0.0 % behind middle (0.7)."),
+        (1.1, BARS, "Test NE 1.1000 is worse than all 3 reference predictors: 10.0 % behind worst (1)."),
+        (0.8, (), "Test NE 0.8000: 20.0 % below the entropy of the base rate."),
+        (1.2, (), "Test NE 1.2000: 20.0 % above the entropy of the base rate."),
+    ],
+)
+def test_verdict(ne: float, bars: tuple[Bar, ...], expected: str) -> None:
+    assert verdict(ne, bars, "test") == expected
+
+
+def test_numbers() -> None:
+    assert [si(x) for x in (0.5, 999.0, 1_200.0, 2.5e6, 9.89e14)] == ["0.5", "999", "1.2 k", "2.5 M", "989 T"]
+    low, high = wilson(0, 100)
+    assert low == 0.0
+    assert high == pytest.approx(0.0370, abs=1e-4)
+    assert wilson(50, 100) == pytest.approx((0.4038, 0.5962), abs=1e-4)
+
+
+def test_log_appends_flushes_and_turns_nan_into_null(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "a" / "b")
+    log.write("train", step=1, loss=float("nan"), tasks={"t": {"auc": float("inf"), "points": (1.0, float("nan"))}})
+    text = (tmp_path / "a" / "b" / FILE_NAME).read_text()  # before close
+    assert json.loads(text) == {
+        "phase": "train", "step": 1, "loss": None, "tasks": {"t": {"auc": None, "points": [1.0, None]}},
+    }  # fmt: skip
+    log.close()
+    with MetricsLog(tmp_path / "a" / "b") as again:
+        again.write("end", step=1)
+    assert [line["phase"] for line in read_metrics(tmp_path / "a" / "b")] == ["train", "end"]
+
+
+def test_resume_drops_later_lines_and_a_torn_one(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path) as log:
+        log.write("config", run="a")
+        for step in (10, 20, 30):
+            log.write("train", step=step)
+        log.write("validation", step=20)
+    with (tmp_path / FILE_NAME).open("a") as file:
+        file.write('{"phase": "train", "st')  # killed while writing
+    assert len(read_metrics(tmp_path)) == 5
+    with MetricsLog(tmp_path, resume_step=20) as log:
+        log.write("config", start_step=20)
+    assert [(line["phase"], line.get("step")) for line in read_metrics(tmp_path)] == [
+        ("config", None), ("train", 10), ("train", 20), ("validation", 20), ("config", None),
+    ]  # fmt: skip
+    assert load_run(tmp_path).starts == (0, 20)
+
+
+def test_damaged_log_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / FILE_NAME
+    path.write_text('{"phase": "train", "step": 1}\nnot json\n{"phase": "end"}\n')
+    with pytest.raises(ValueError, match=r"line 2 of .* must be JSON"):
+        read_metrics(tmp_path)
+    path.write_text('{"step": 1}\n')
+    with pytest.raises(ValueError, match=r"line 1 of .* must be an object with a phase"):
+        read_metrics(tmp_path)
