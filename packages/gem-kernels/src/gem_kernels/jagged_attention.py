@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gem_kernels._src.autocast import autocast_operands
 from gem_kernels._src.attention.window import normalize_window
+from gem_kernels._src.autocast import autocast_operands
 from gem_kernels._src.jagged_attention.op import jagged_attention_op
 from gem_kernels._src.validate import check_attention, check_scalar, check_window
 

@@ -47,7 +47,7 @@ class JaggedAttention(nn.Module):
         max_seqlen_q: int,
         max_seqlen_k: int,
     ) -> Tensor:
-        """q (T_q, H, D), k (T_k, H_kv, D), v (T_k, H_kv, D_v) -> (T_q, H, D_v)."""
+        """Map q (T_q, H, D), k (T_k, H_kv, D), v (T_k, H_kv, D_v) to (T_q, H, D_v)."""
         out = jagged_attention(
             q,
             k,
@@ -109,7 +109,7 @@ class GDPA(nn.Module):
         max_seqlen_q: int,
         max_seqlen_k: int,
     ) -> Tensor:
-        """q (T_q, H, D), k (T_k, H_kv, D), v (T_k, H_kv, D_v) -> (T_q, H, D_v)."""
+        """Map q (T_q, H, D), k (T_k, H_kv, D), v (T_k, H_kv, D_v) to (T_q, H, D_v)."""
         return gdpa(
             q,
             k,

@@ -54,7 +54,7 @@ def _silu_derivative(x: Tensor) -> Tensor:
 
 def _hardswish_derivative(x: Tensor) -> Tensor:
     inside = (2 * x + 3) / 6
-    return torch.where(x <= -3, torch.zeros_like(x), torch.where(x >= 3, torch.ones_like(x), inside))
+    return torch.where(x < -3, torch.zeros_like(x), torch.where(x > 3, torch.ones_like(x), inside))
 
 
 _GELU_TANH = Activation(_gelu_tanh, _gelu_tanh_derivative)
