@@ -9,7 +9,7 @@ from gem_kernels._src.validate import check_max_seqlen, check_offset_values, che
 
 
 def check_jagged(op: str, name: str, values: Tensor, offsets_name: str, offsets: Tensor) -> None:
-    """Raise unless ``values`` (T, ...) and ``offsets`` (B + 1,) form a jagged pair; offsets are read on the CPU only."""
+    """Raise unless ``values`` (T, ...) and ``offsets`` (B + 1,) form a jagged pair; reads data only on the CPU."""
     check_jagged_values(op, name, values)
     check_offsets(op, offsets_name, offsets, values)
     check_on_cpu(op, offsets_name, offsets, values.shape[0])

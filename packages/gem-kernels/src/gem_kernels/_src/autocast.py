@@ -1,0 +1,18 @@
+"""Autocast for ops that are one custom op: torch's dispatcher does not know which dtype they want."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def autocast_operands(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Inside ``torch.autocast`` of the tensors' device, cast them to its dtype, as torch does for matmul operands.
+
+    float64 stays as it is, also as in torch.
+    """
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)

@@ -1,0 +1,79 @@
+"""CPU kernels of block attention: blocks of similar length padded to batches, one batched matmul per product."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gem_kernels._src.attention.batching import Group, PackedOutput, Rows, compute_dtype, plan_groups
+
+
+def block_offsets(offsets: Tensor, block_size: int) -> Tensor:
+    """Offsets (num_blocks + 1,) int64 of the blocks cut from each sequence's own start; no block is empty."""
+    offsets = offsets.to(torch.int64)
+    starts, lengths = offsets[:-1], torch.diff(offsets)
+    num_blocks = (lengths + block_size - 1) // block_size
+    first = torch.cumsum(num_blocks, 0) - num_blocks
+    sequence = torch.repeat_interleave(num_blocks)
+    position = (torch.arange(sequence.shape[0]) - first[sequence]) * block_size
+    return torch.cat([starts[sequence] + position, offsets[-1:]])
+
+
+class _Tiles(NamedTuple):
+    """The inputs of one group of blocks; n blocks, G query heads per key head, L tokens after padding."""
+
+    rows: Rows
+    q: Tensor
+    """(n * H_kv, G * L, D), scaled."""
+    k: Tensor
+    """(n * H_kv, L, D)."""
+    v: Tensor
+    """(n * H_kv, L, D_v)."""
+    p: Tensor
+    """(n * H_kv, G * L, L) probabilities, 0 at padded keys."""
+
+
+def _tiles(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, group: Group, scale: float) -> _Tiles:
+    dtype = compute_dtype(q.dtype)
+    num_blocks, num_heads_kv = group.sequences.numel(), k.shape[1]
+    rows = Rows(offsets, group, group.len_q, group.min_q)
+    q_g = rows.gather(q, dtype).mul_(scale).view(num_blocks * num_heads_kv, -1, q.shape[2])
+    k_g, v_g = rows.gather(k, dtype), rows.gather(v, dtype)
+    scores = torch.bmm(q_g, k_g.transpose(1, 2))
+    if rows.tail_padding is not None:
+        tail = scores.view(num_blocks, -1, group.len_q)[:, :, group.min_q :]
+        tail.masked_fill_(rows.tail_padding[:, None, :], float("-inf"))
+    return _Tiles(rows, q_g, k_g, v_g, torch.softmax(scores, dim=-1))
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block_size: int, scale: float) -> Tensor:
+    """Output (T, H, D_v) in the dtype of q."""
+    offsets = block_offsets(offsets, block_size)
+    lengths = torch.diff(offsets)
+    out = PackedOutput(q.shape[0], q.shape[1], v.shape[2], q.dtype)
+    for group in plan_groups(lengths, lengths, q.shape[1]):
+        tiles = _tiles(q, k, v, offsets, group, scale)
+        tiles.rows.scatter(out, torch.bmm(tiles.p, tiles.v))
+    return out.packed()
+
+
+def backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block_size: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients dq, dk, dv in the dtype and shape of q, k, v."""
+    offsets = block_offsets(offsets, block_size)
+    lengths = torch.diff(offsets)
+    dq, dk, dv = (PackedOutput(*x.shape, x.dtype) for x in (q, k, v))
+    for group in plan_groups(lengths, lengths, q.shape[1]):
+        tiles = _tiles(q, k, v, offsets, group, scale)
+        # Padded queries carry no gradient: with do = 0 their dp and dp - delta are 0.
+        do_g = tiles.rows.gather(do, tiles.p.dtype, zero_padding=True).view(*tiles.q.shape[:2], -1)
+        dp = torch.bmm(do_g, tiles.v.transpose(1, 2))
+        delta = torch.linalg.vecdot(tiles.p, dp)
+        ds = dp.sub_(delta[..., None]).mul_(tiles.p)
+        tiles.rows.scatter(dv, torch.bmm(tiles.p.transpose(1, 2), do_g))
+        tiles.rows.scatter(dk, torch.bmm(ds.transpose(1, 2), tiles.q))
+        tiles.rows.scatter(dq, torch.bmm(ds, tiles.k).mul_(scale))
+    return dq.packed(), dk.packed(), dv.packed()
