@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +101,10 @@ class Checkpointer:
             temporary.mkdir()
         self._world.barrier()
         self._write_tensors(tensors, temporary)
-        self._on_first(lambda: (temporary / "state.json").write_text(_to_json(state), encoding="utf-8"))
+        self._world.on_first(lambda: (temporary / "state.json").write_text(_to_json(state), encoding="utf-8"))
         self._write_manifest(step, temporary)
-        self._on_first(lambda: self._publish(temporary, final))
-        self._on_first(lambda: self._remove_old(protect))
+        self._world.on_first(lambda: self._publish(temporary, final))
+        self._world.on_first(lambda: self._remove_old(protect))
         return final
 
     def load(
@@ -207,7 +207,7 @@ class Checkpointer:
             manifest = {"version": FORMAT_VERSION, "step": step, "files": described, "tensors": inventory}
             (temporary / "manifest.json").write_text(_to_json(manifest), encoding="utf-8")
 
-        self._on_first(write)
+        self._world.on_first(write)
 
     def _publish(self, temporary: Path, final: Path) -> None:
         for path in temporary.iterdir():
@@ -223,18 +223,6 @@ class Checkpointer:
                 doomed = self.directory / f"{_TEMPORARY}removed-{step:08d}"
                 self.path(step).rename(doomed)
                 shutil.rmtree(doomed)
-
-    def _on_first(self, action: Callable[[], object]) -> None:
-        """Runs on the first rank, and fails on all of them if it failed there."""
-        problem: str | None = None
-        if self._world.is_first:
-            try:
-                action()
-            except OSError as error:
-                problem = f"Checkpointer.save: {error}; the checkpoint was not published"
-        problem = self._world.gather(problem)[0]
-        if problem is not None:
-            raise CheckpointError(problem)
 
 
 def _compare(

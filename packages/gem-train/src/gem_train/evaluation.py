@@ -54,9 +54,9 @@ def evaluate(
     metrics: dict[str, BinaryMetrics] = {}
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     num_samples = 0
+    feed = Feed(source, embeddings=embeddings, world=world, timer=PhaseTimer(world.device))
     try:
         with torch.no_grad():
-            feed = Feed(source, embeddings=embeddings, world=world, timer=PhaseTimer(world.device))
             while (staged := feed.next()) is not None:
                 outputs = model(staged.batch, embeddings.lookup(staged.pending))
                 loss += model.loss(outputs, staged.batch).total.double()  # type: ignore[operator]
@@ -65,6 +65,7 @@ def evaluate(
                     state = metrics.setdefault(task, BinaryMetrics(world.device))
                     state.update(logits.float(), staged.batch.labels[task])
     finally:
+        feed.close()
         model.train(was_training)
     if num_samples == 0:
         raise ValueError("evaluate: `source` must give at least one sample, got none; check the split")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from gem_train.errors import ConfigError
 
-__all__ = ["apply_overrides", "field_names", "parse_assignments"]
+__all__ = ["apply_overrides", "field_values", "parse_assignments"]
 
 T = TypeVar("T")
 
@@ -47,25 +47,24 @@ def apply_overrides(config: T, assignments: Mapping[str, str]) -> T:
     Raises:
         ConfigError: if a name is unknown (the nearest ones are listed) or a text does not fit its field's type.
     """
-    for path, text in assignments.items():
-        config = _set(config, path.split("."), text, path, config)
-    return config
+    changed: T = _apply(config, [(path.split("."), path, text) for path, text in assignments.items()], config)
+    return changed
 
 
-def field_names(config: Any, prefix: str = "") -> list[str]:
-    """Dotted paths of all the fields that can be set."""
-    names: list[str] = []
+def field_values(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted path -> value of all the fields that can be set."""
+    values: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         path = prefix + field.name
         if _is_config(value):
-            names += field_names(value, path + ".")
+            values |= field_values(value, path + ".")
         elif _is_config_tuple(value):
             for index, element in enumerate(value):
-                names += field_names(element, f"{path}.{getattr(element, 'name', index)}.")
+                values |= field_values(element, f"{path}.{getattr(element, 'name', index)}.")
         elif not callable(value):
-            names.append(path)
-    return names
+            values[path] = value
+    return values
 
 
 def _is_config(value: Any) -> bool:
@@ -76,35 +75,65 @@ def _is_config_tuple(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) > 0 and all(_is_config(element) for element in value)
 
 
-def _set(config: Any, keys: list[str], text: str, path: str, root: Any) -> Any:
-    key, rest = keys[0], keys[1:]
+Change = tuple[list[str], str, str]
+"""Keys from here on, whole path, text."""
+
+
+def _apply(config: Any, changes: list[Change], root: Any) -> Any:
+    """Applies all changes below one object at once, so that fields which must fit together can change together."""
     fields = {field.name for field in dataclasses.fields(config)}
-    if key not in fields:
-        raise _unknown(path, root)
-    value = getattr(config, key)
-    new: Any
-    if rest and _is_config(value):
-        new = _set(value, rest, text, path, root)
-    elif len(rest) > 1 and _is_config_tuple(value):
-        labels = [str(getattr(element, "name", index)) for index, element in enumerate(value)]
-        index = labels.index(rest[0]) if rest[0] in labels else int(rest[0]) if rest[0].isdecimal() else len(value)
-        if index >= len(value):
-            raise _unknown(path, root)
-        new = (*value[:index], _set(value[index], rest[1:], text, path, root), *value[index + 1 :])
-    elif rest or _is_config(value) or _is_config_tuple(value) or callable(value):
-        raise _unknown(path, root)
-    else:
-        new = _parse(text, typing.get_type_hints(type(config))[key], path)
+    new: dict[str, Any] = {}
+    for key, group in _by_first_key(changes).items():
+        if key not in fields:
+            raise _unknown(group[0][1], root)
+        value = getattr(config, key)
+        if _is_config(value):
+            new[key] = _apply(value, _inner(group, root), root)
+        elif _is_config_tuple(value):
+            new[key] = _apply_to_elements(value, _inner(group, root), root)
+        else:
+            keys, path, text = group[0]
+            if keys or callable(value):
+                raise _unknown(path, root)
+            new[key] = _parse(text, typing.get_type_hints(type(config))[key], path)
     try:
-        return dataclasses.replace(config, **{key: new})
+        return dataclasses.replace(config, **new)
     except ConfigError:
         raise
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"--set {path}={text}: {error}") from error
+        given = " ".join(f"{path}={text}" for _, path, text in changes)
+        raise ConfigError(f"--set {given}: {error}") from error
+
+
+def _apply_to_elements(elements: tuple[Any, ...], changes: list[Change], root: Any) -> tuple[Any, ...]:
+    labels = [str(getattr(element, "name", index)) for index, element in enumerate(elements)]
+    new = list(elements)
+    for key, group in _by_first_key(changes).items():
+        index = labels.index(key) if key in labels else int(key) if key.isdecimal() else len(elements)
+        if index >= len(elements):
+            raise _unknown(group[0][1], root)
+        new[index] = _apply(elements[index], _inner(group, root), root)
+    return tuple(new)
+
+
+def _by_first_key(changes: list[Change]) -> dict[str, list[Change]]:
+    """First key -> changes below it, that key taken off."""
+    groups: dict[str, list[Change]] = {}
+    for keys, path, text in changes:
+        groups.setdefault(keys[0], []).append((keys[1:], path, text))
+    return groups
+
+
+def _inner(changes: list[Change], root: Any) -> list[Change]:
+    """The changes, all of which must name something further in."""
+    for keys, path, _ in changes:
+        if not keys:
+            raise _unknown(path, root)
+    return changes
 
 
 def _unknown(path: str, root: Any) -> ConfigError:
-    names = field_names(root)
+    names = list(field_values(root))
     near = difflib.get_close_matches(path, names, n=4, cutoff=0.5)
     last = path.rsplit(".", 1)[-1]
     near += [name for name in names if name.rsplit(".", 1)[-1] == last and name not in near]

@@ -1,10 +1,13 @@
 """The processes of a run, and what they agree on."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from gem_train.errors import ConfigError
 
 __all__ = ["Agreement", "World"]
 
@@ -81,6 +84,27 @@ class World:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.control)
         return values
+
+    def on_first(self, action: Callable[[], object]) -> None:
+        """Runs an action on the first rank while the others wait; if it fails there, it fails everywhere.
+
+        Args:
+            action: What to do once.
+
+        Raises:
+            ConfigError: on the other ranks, with the message of the first; the first raises its own error.
+        """
+        error: Exception | None = None
+        if self.is_first:
+            try:
+                action()
+            except Exception as caught:
+                error = caught
+        message = self.gather(None if error is None else str(error))[0]
+        if error is not None:
+            raise error
+        if message is not None:
+            raise ConfigError(message)
 
     def barrier(self) -> None:
         """Waits until all ranks are here."""

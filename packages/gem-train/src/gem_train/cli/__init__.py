@@ -1,0 +1,5 @@
+"""The command `gem`."""
+
+from gem_train.cli.main import main
+
+__all__ = ["main"]

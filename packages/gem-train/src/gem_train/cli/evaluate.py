@@ -1,0 +1,56 @@
+"""`gem eval`."""
+
+import argparse
+import json
+from typing import Any
+
+from gem_train.checkpoint import Checkpointer
+from gem_train.cli.output import say
+from gem_train.cli.table import format_table
+from gem_train.errors import ConfigError
+from gem_train.evaluation import evaluate
+from gem_train.launch import join
+from gem_train.run_dir import RunDirectory
+
+__all__ = ["run"]
+
+_WEIGHTS = ("model.", "embeddings.")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Scores a checkpoint of a run with its own recipe and settings.
+
+    Args:
+        args: Parsed arguments.
+
+    Returns:
+        The exit code.
+    """
+    from gem_train import recipes
+
+    directory = RunDirectory(args.run_dir)
+    record = directory.read()
+    checkpointer = Checkpointer(directory.checkpoints)
+    step = args.step if args.step is not None else checkpointer.latest()
+    if step is None:
+        raise ConfigError(f"{directory.path} has no checkpoint; train it first")
+    recipe = recipes.get(record.recipe)
+    log = recipe.load(recipe.directory(args.data or record.data))
+    config = recipes.RunConfig.resolve(recipe, log, record.assignments)
+    directory.compare(config.to_dict())
+    world = join(args.device)
+    parts = recipes.build(config, log, world, precision=record.precision)
+    tensors = {f"model.{name}": tensor for name, tensor in parts.model.state_dict().items()}
+    tables = parts.embeddings.state_dict()
+    tensors |= {f"embeddings.{name}": tensor for name, tensor in tables.items()}
+    checkpointer.load(step, tensors, only=_WEIGHTS)
+    parts.embeddings.load_state_dict(tables)
+    result = evaluate(parts.model, parts.embeddings, parts.eval_sources[args.split](), world, curve_points=0)
+    if args.json:
+        values: dict[str, Any] = {"step": step, "split": args.split, "loss": result.loss, "tasks": result.tasks}
+        say(json.dumps(values))
+        return 0
+    rows = [(t, v["ne"], v["auc"], v["calibration"], f"{v['count']:,}") for t, v in result.tasks.items()]
+    say(f"{args.split} of {directory.path} at step {step}")
+    say(format_table(("task", "NE", "AUC", "calibration", "samples"), rows))
+    return 0

@@ -1,0 +1,68 @@
+"""`gem report`, `gem recipes` and `gem doctor`."""
+
+import argparse
+
+from gem_train.cli.output import say
+from gem_train.cli.table import format_table
+from gem_train.errors import ConfigError
+from gem_train.run_dir import RunDirectory
+
+__all__ = ["run_doctor", "run_recipes", "run_report"]
+
+
+def run_report(args: argparse.Namespace) -> int:
+    """Writes the report of a run.
+
+    Args:
+        args: Parsed arguments.
+
+    Returns:
+        The exit code.
+    """
+    from gem_train.report import write_report
+
+    directory = RunDirectory(args.run_dir)
+    if not (directory.path / "metrics.jsonl").is_file():
+        raise ConfigError(f"{directory.path} holds no metrics.jsonl; name the directory of a run")
+    say(str(write_report(directory.path)))
+    return 0
+
+
+def run_recipes(args: argparse.Namespace) -> int:
+    """Lists the recipes, or the fields of one with their values.
+
+    Args:
+        args: Parsed arguments.
+
+    Returns:
+        The exit code.
+    """
+    from gem_train import recipes
+    from gem_train.overrides import field_values
+
+    if args.recipe is None:
+        rows = [(r.name, r.data_dir or "(generated)", r.summary) for r in map(recipes.get, recipes.names())]
+        say(format_table(("recipe", "data", "what"), rows))
+        return 0
+    recipe = recipes.get(args.recipe)
+    log = recipe.load(recipe.directory(args.data))
+    config = recipes.RunConfig.resolve(recipe, log, {})
+    say(f"{recipe.name}: {recipe.summary}\n")
+    say(format_table(("field", "value"), [(name, str(value)) for name, value in field_values(config).items()]))
+    return 0
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """Prints what works here.
+
+    Args:
+        args: Parsed arguments.
+
+    Returns:
+        The exit code: 0 if a run on the CPU works.
+    """
+    from gem_train.doctor import examine, format_diagnosis
+
+    diagnosis = examine()
+    say(format_diagnosis(diagnosis))
+    return 0 if diagnosis.works else 1

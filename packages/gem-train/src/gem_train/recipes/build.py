@@ -1,0 +1,156 @@
+"""From settings to the parts of a trainer: mesh, tables, model, sources."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gem_model import RankingModel
+from gem_parallel import (
+    FeatureConfig,
+    ParallelDims,
+    ParallelPlan,
+    ShardedEmbeddings,
+    TableConfig,
+    clip_grad_norm_,
+    parallelize,
+)
+from gem_train import rng
+from gem_train.data import EventLog, EventSource
+from gem_train.data.log import Split
+from gem_train.recipes.recipe import RunConfig
+from gem_train.step import ClipGradients
+from gem_train.world import World
+
+__all__ = ["Parts", "build", "build_embeddings", "build_model", "build_source"]
+
+
+class Parts(NamedTuple):
+    """What a trainer is made of."""
+
+    model: nn.Module
+    """Converted to the precision and spread over the mesh."""
+    embeddings: ShardedEmbeddings
+    """All tables of the log."""
+    train_source: EventSource
+    """Training batches of this rank."""
+    layers: tuple[dict[str, Any], ...]
+    """What gem_precision says about each converted layer: fqn, kind, precision, backend, reason; none in fp32."""
+    eval_sources: dict[str, Callable[[], EventSource]]
+    """Split -> function that makes its source."""
+    clip: ClipGradients
+    """Global gradient norm over the mesh."""
+
+
+def build(config: RunConfig, log: EventLog, world: World, *, precision: str = "fp32") -> Parts:
+    """Makes the parts of a run. All ranks call it.
+
+    Args:
+        config: The settings.
+        log: The data.
+        world: The ranks.
+        precision: Name of a gem_precision recipe.
+
+    Returns:
+        The parts, the same for the same seed on any number of ranks.
+    """
+    mesh = ParallelDims.for_world(world.size).build_mesh(world.device.type) if world.size > 1 else None
+    embeddings = build_embeddings(config, log, world, mesh.sparse if mesh else None)
+    model: nn.Module = build_model(config, world.device, precision)
+    layers = describe_layers(model, precision)
+    if mesh is not None:
+        model = parallelize(model, ParallelPlan(shard_units=model.shard_units), mesh)  # type: ignore[arg-type]
+    rng.seed_all(config.trainer.seed + world.rank)  # dropout differs between ranks, weights do not
+
+    def clip(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+        return clip_grad_norm_(parameters, max_norm, mesh)
+
+    def source(split: Split) -> Callable[[], EventSource]:
+        return lambda: build_source(config, log, world, split)
+
+    return Parts(
+        model,
+        embeddings,
+        build_source(config, log, world, "train"),
+        layers,
+        {"validation": source("validation"), "test": source("test")},
+        clip,
+    )
+
+
+def build_model(config: RunConfig, device: torch.device, precision: str) -> nn.Module:
+    """The dense model of one rank, before it is spread over a mesh; its weights follow from the seed.
+
+    Args:
+        config: The settings.
+        device: Where it is placed.
+        precision: Name of a gem_precision recipe.
+    """
+    rng.seed_all(config.trainer.seed)
+    model = RankingModel(config.model).to(device)
+    if precision == "fp32":
+        return model
+    from gem_precision import convert, get_recipe  # not needed, and so not required, in fp32
+
+    return convert(model, get_recipe(precision))
+
+
+def describe_layers(model: nn.Module, precision: str) -> tuple[dict[str, Any], ...]:
+    """The precision report of a model as JSON values; empty in fp32, where nothing is converted.
+
+    Args:
+        model: From `build_model`, not yet spread over a mesh.
+        precision: Name of its gem_precision recipe.
+    """
+    if precision == "fp32":
+        return ()
+    from gem_precision import describe
+
+    names = ("fqn", "kind", "precision", "backend", "reason")
+    return tuple({name: str(getattr(layer, name)) for name in names} for layer in describe(model))
+
+
+def build_embeddings(config: RunConfig, log: EventLog, world: World, mesh: DeviceMesh | None) -> ShardedEmbeddings:
+    """The tables of a log.
+
+    Args:
+        config: The settings.
+        log: Tables and features are its own.
+        world: The ranks.
+        mesh: The sparse mesh, or None for one process.
+    """
+    dim = config.model.embedding_dim
+    tables = tuple(TableConfig(name=table.name, num_rows=table.num_rows, dim=dim) for table in log.tables)
+    # One id per bag needs no pooling: its row is the bag's vector.
+    features = tuple(
+        FeatureConfig(name=f.name, table=f.table, pooling="mean" if f.multi_valued else "none") for f in log.features
+    )
+    return ShardedEmbeddings(
+        tables, features, optimizer=config.sparse, mesh=mesh, device=world.device, seed=config.trainer.seed
+    )
+
+
+def build_source(config: RunConfig, log: EventLog, world: World, split: Split) -> EventSource:
+    """The batches of one split for one rank.
+
+    Args:
+        config: The settings.
+        log: The data.
+        world: The ranks.
+        split: Which samples.
+    """
+    training = split == "train"
+    return EventSource(
+        log,
+        split,
+        global_batch_size=config.data.global_batch_size if training else config.data.eval_batch_size,
+        rank=world.rank,
+        world_size=world.size,
+        seed=config.trainer.seed,
+        max_history=config.data.max_history,
+        epochs=config.data.epochs if training else 1,
+        balance_lengths=config.data.balance_lengths,
+        prefetch_batches=config.data.prefetch_batches,
+    )

@@ -1,0 +1,121 @@
+"""What a recipe is, and the resolved settings of one run of it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gem_model import RankingConfig
+from gem_parallel import SparseOptimizerConfig
+from gem_train.config import TrainerConfig
+from gem_train.data import EventLog, Score
+from gem_train.errors import ConfigError
+from gem_train.overrides import apply_overrides
+
+__all__ = ["DataConfig", "Recipe", "RunConfig"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """How the reader serves the log."""
+
+    global_batch_size: int = 256
+    """Samples of a training step, over all ranks."""
+    eval_batch_size: int = 1024
+    """Samples of an evaluation batch, over all ranks; scores do not depend on it."""
+    epochs: int = 1
+    """Passes over the training split."""
+    max_history: int = 200
+    """Latest events kept of a history."""
+    balance_lengths: bool = True
+    """Deal the samples of a step so that the ranks have about equally long histories."""
+    prefetch_batches: int = 2
+    """Batches that a background thread prepares ahead; 0 for none."""
+
+    def __post_init__(self) -> None:
+        for name in ("global_batch_size", "eval_batch_size", "epochs", "max_history"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"DataConfig: `{name}` must be >= 1, got {getattr(self, name)}")
+        if self.prefetch_batches < 0:
+            raise ConfigError(f"DataConfig: `prefetch_batches` must be >= 0, got {self.prefetch_batches}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """A whole run that is known to work: data, model, and how to train it."""
+
+    name: str
+    """Name on the command line."""
+    summary: str
+    """One sentence."""
+    load: Callable[[Path | None], EventLog]
+    """Reads the log from a data directory, or generates it."""
+    data_dir: str | None
+    """Where the data lies by default, relative to the working directory; None for generated data."""
+    model: Callable[[EventLog], RankingConfig]
+    """The model for a log."""
+    trainer: TrainerConfig
+    """The loop."""
+    data: DataConfig
+    """The reader."""
+    sparse: SparseOptimizerConfig
+    """The optimizer of the tables."""
+    reference_task: str
+    """Task that the reference scores are for."""
+    reference: tuple[Score, ...] = ()
+    """Test scores of other predictors on the same split."""
+
+    def directory(self, given: str | None) -> Path | None:
+        """The data directory of a run.
+
+        Args:
+            given: What the user named, if anything.
+
+        Returns:
+            The directory, or None for generated data.
+
+        Raises:
+            ConfigError: if data is needed and the directory is missing.
+        """
+        if self.data_dir is None:
+            if given is not None:
+                raise ConfigError(f"--data: recipe {self.name} generates its data, got {given!r}; leave it out")
+            return None
+        path = Path(given if given is not None else self.data_dir)
+        if not path.is_dir():
+            remedy = "name the directory with its events.parquet" if given else "name its directory with --data DIR"
+            raise ConfigError(f"--data: the directory of {self.name} must exist, got {str(path)!r}; {remedy}")
+        return path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """All settings of one run, overrides applied."""
+
+    trainer: TrainerConfig
+    data: DataConfig
+    sparse: SparseOptimizerConfig
+    model: RankingConfig
+
+    @classmethod
+    def resolve(cls, recipe: Recipe, log: EventLog, assignments: Mapping[str, str]) -> "RunConfig":
+        """The settings of a recipe on a log, with fields changed by the user.
+
+        Args:
+            recipe: The recipe.
+            log: Its data; the model's features follow from it.
+            assignments: Dotted field name -> text, such as trainer.learning_rate -> 1e-3.
+
+        Returns:
+            The settings.
+
+        Raises:
+            ConfigError: if a name is unknown or a value does not fit.
+        """
+        plain = cls(trainer=recipe.trainer, data=recipe.data, sparse=recipe.sparse, model=recipe.model(log))
+        return apply_overrides(plain, assignments)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values of all fields."""
+        return {field.name: dataclasses.asdict(getattr(self, field.name)) for field in dataclasses.fields(self)}

@@ -1,0 +1,161 @@
+"""The directory of a run: who may write into it, and with which settings it was made."""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gem_train.errors import ConfigError
+
+__all__ = ["CHANGEABLE", "RunDirectory", "RunRecord"]
+
+FORMAT_VERSION = 1
+_OWN = ("checkpoints", "tensorboard", "config.json", "metrics.jsonl", "report.html")
+
+CHANGEABLE = frozenset(
+    {
+        "trainer.max_steps",
+        "trainer.max_seconds",
+        "trainer.log_interval",
+        "trainer.eval_interval",
+        "trainer.checkpoint_interval",
+        "trainer.keep_last",
+        "data.eval_batch_size",
+        "data.prefetch_batches",
+    }
+)
+"""Settings that a resumed run may change. `trainer.max_steps` moves the end of the learning rate schedule."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRecord:
+    """What config.json says."""
+
+    recipe: str
+    """Name of the recipe."""
+    precision: str
+    """Name of the precision recipe."""
+    data: str | None
+    """Data directory, or None for generated data."""
+    assignments: dict[str, str]
+    """The user's changes to the recipe: dotted field name -> text."""
+    settings: dict[str, Any]
+    """All settings, changes applied."""
+    versions: dict[str, str]
+    """Package -> version that made the run."""
+
+
+class RunDirectory:
+    """Guards a run's directory against being mixed up with another run."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Names the directory; nothing is read or made.
+
+        Args:
+            path: The directory.
+        """
+        self.path = Path(path)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the checkpoints lie."""
+        return self.path / "checkpoints"
+
+    def is_run(self) -> bool:
+        """Whether a run was begun here."""
+        return (self.path / "config.json").is_file()
+
+    def check(self, *, resume: bool, overwrite: bool) -> None:
+        """Refuses to write where something else lies; changes nothing.
+
+        Args:
+            resume: The user wants to continue the run that is here.
+            overwrite: The user wants to replace the run that is here.
+
+        Raises:
+            ConfigError: with the flag that would allow it.
+        """
+        if resume and overwrite:
+            raise ConfigError("--resume and --overwrite exclude each other; give one of them")
+        occupied = self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir()))
+        if resume and not self.is_run():
+            raise ConfigError(f"--resume: {self.path} holds no run; leave --resume out to begin one")
+        if occupied and not self.is_run():
+            raise ConfigError(f"--out: {self.path} exists and holds no run of gem; choose another directory")
+        if occupied and not resume and not overwrite:
+            raise ConfigError(
+                f"--out: {self.path} holds a run already; --resume continues it, --overwrite replaces it, "
+                "or choose another directory"
+            )
+
+    def clear(self) -> None:
+        """Removes what a run wrote here, and nothing else."""
+        for name in _OWN:
+            path = self.path / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+    def write(self, record: RunRecord) -> None:
+        """Writes config.json in one step.
+
+        Args:
+            record: What made the run.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        values = {"format": FORMAT_VERSION} | {name: getattr(record, name) for name in RunRecord.__dataclass_fields__}
+        temporary = self.path / "config.json.tmp"
+        temporary.write_text(json.dumps(values, indent=1), encoding="utf-8")
+        temporary.replace(self.path / "config.json")
+
+    def read(self) -> RunRecord:
+        """Reads config.json.
+
+        Raises:
+            ConfigError: if there is none, or it is not readable.
+        """
+        path = self.path / "config.json"
+        if not path.is_file():
+            raise ConfigError(f"{self.path} holds no run (there is no config.json); name the directory of a run")
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            if values.pop("format") != FORMAT_VERSION:
+                raise ConfigError(f"{path} is of another format; use the version of gem-train that wrote it")
+            return RunRecord(**values)
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path} is damaged ({error}); it cannot be used") from error
+
+    def compare(self, settings: Mapping[str, Any], *, changeable: frozenset[str] = frozenset()) -> None:
+        """Refuses settings that differ from those of the run.
+
+        Args:
+            settings: JSON values of the settings in hand.
+            changeable: Dotted names that may differ.
+
+        Raises:
+            ConfigError: listing each setting that differs.
+        """
+        saved, ours = _flatten(self.read().settings), _flatten(json.loads(json.dumps(dict(settings))))
+        different = [
+            f"{name}: run {saved.get(name, 'none')!r}, now {ours.get(name, 'none')!r}"
+            for name in sorted(saved.keys() | ours.keys())
+            if name not in changeable and saved.get(name) != ours.get(name)
+        ]
+        if different:
+            more = f"; and {len(different) - 8} more" if len(different) > 8 else ""
+            raise ConfigError(
+                f"{self.path} was made with other settings: {'; '.join(different[:8])}{more}. "
+                "Use those, or begin another run"
+            )
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, dict) and value:
+        return {k: v for key, entry in value.items() for k, v in _flatten(entry, f"{prefix}{key}.").items()}
+    if isinstance(value, list) and any(isinstance(entry, dict) for entry in value):
+        return {k: v for i, entry in enumerate(value) for k, v in _flatten(entry, f"{prefix}{i}.").items()}
+    return {prefix[:-1]: value}
