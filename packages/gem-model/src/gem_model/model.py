@@ -136,8 +136,16 @@ class RankingModel(nn.Module):
 
     @property
     def shard_units(self) -> tuple[str, ...]:
-        """Patterns of the fully qualified names of the modules to shard as units, in the order they run."""
-        return ("context_tokens", "event_tokens.*", "layers.*", "readout", "heads")
+        """Fully qualified names of the modules to shard as units, in the order they run.
+
+        The towers of a layer and its interaction are units of their own, so that the weights of the interaction can
+        be gathered while the towers compute.
+        """
+        towers = [tower.name for tower in self.config.sequences]
+        units = ["context_tokens", *(f"event_tokens.{name}" for name in towers)]
+        for index in range(self.config.num_layers):
+            units += [*(f"layers.{index}.towers.{name}" for name in towers), f"layers.{index}.interaction"]
+        return (*units, *(f"readout.towers.{name}" for name in towers), "heads")
 
     def _check(self, batch: RankingBatch, embeddings: Mapping[str, Tensor]) -> None:
         config, num_samples = self.config, batch.num_samples

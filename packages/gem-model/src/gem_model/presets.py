@@ -20,6 +20,9 @@ def tiny(
 ) -> RankingConfig:
     """A model that trains on two CPU cores: two layers of width 64, one sequence.
 
+    With 8 context features, 8 dense, 3 event features, 2 event dense, one task and `embedding_dim` 32 the forward pass
+    of one sample costs 14 MFLOPs at a history of 128 events and 45 MFLOPs at 512; 0.74 million parameters.
+
     Args:
         context_features: Names of the context embeddings.
         num_dense: Numbers per sample.
@@ -77,6 +80,9 @@ def small(
 ) -> RankingConfig:
     """A model for one GPU: three layers of width 256, one sequence.
 
+    With 8 context features, 8 dense, 3 event features, 2 event dense, one task and `embedding_dim` 64 the forward pass
+    of one sample costs 1.06 GFLOPs at a history of 512 events; 25 million parameters.
+
     Args:
         context_features: Names of the context embeddings.
         num_dense: Numbers per sample.
@@ -97,14 +103,15 @@ def small(
                 num_event_dense=num_event_dense,
                 dim=256,
                 num_heads=4,
-                self_attention=("window", "window", "window"),
+                self_attention=("window", "none", "window"),
                 window=64,
-                num_context_tokens=32,
-                num_seeds=64,
-                num_seed_tokens=16,
+                num_context_tokens=16,
+                num_seeds=32,
+                num_seed_tokens=8,
                 kron_rank=4,
+                project_pooling=False,
                 num_recent=8,
-                event_hidden=512,
+                event_hidden=256,
             ),
         ),
         tasks=tasks,

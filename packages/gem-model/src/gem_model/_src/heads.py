@@ -26,7 +26,8 @@ class TaskHead(nn.Module):
                 nn.Dropout(config.dropout),
             )
         self.logit = nn.Linear(widths[-1], 1)
-        nn.init.zeros_(self.logit.weight)
+        # Small, so that the first predictions are close to the prior.
+        nn.init.normal_(self.logit.weight, std=0.1 / math.sqrt(widths[-1]))
         nn.init.constant_(self.logit.bias, math.log(prior / (1.0 - prior)))
 
     def forward(self, x: Tensor) -> Tensor:

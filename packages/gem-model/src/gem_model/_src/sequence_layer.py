@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from gem_kernels.modules import GDPA, JaggedAttention
+from gem_kernels.modules import GDPA, BlockAttention, JaggedAttention
 from gem_model._src.blocks import normalize
 from gem_model._src.jagged import Jagged, fixed_offsets
 from gem_model._src.rms_norm import rms_norm
@@ -77,8 +77,6 @@ class EventSelfAttention(nn.Module):
         if kind == "window":
             self.attention = JaggedAttention(window_size=(tower.window, tower.window))
         else:
-            from gem_kernels.modules import BlockAttention
-
             self.attention = BlockAttention(block_size=tower.block_size)
         self.output = nn.Linear(tower.dim, tower.dim)
         self.dropout = nn.Dropout(tower.dropout)
