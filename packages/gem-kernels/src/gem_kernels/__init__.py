@@ -2,7 +2,17 @@
 
 from gem_kernels import jagged, modules, reference, testing
 from gem_kernels._version import __version__
+from gem_kernels.block_attention import block_attention
 from gem_kernels.gdpa import gdpa
 from gem_kernels.jagged_attention import jagged_attention
 
-__all__ = ["__version__", "gdpa", "jagged", "jagged_attention", "modules", "reference", "testing"]
+__all__ = [
+    "__version__",
+    "block_attention",
+    "gdpa",
+    "jagged",
+    "jagged_attention",
+    "modules",
+    "reference",
+    "testing",
+]

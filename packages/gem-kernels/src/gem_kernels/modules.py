@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from gem_kernels._src.block_attention.check import check_block_size
 from gem_kernels._src.gdpa.names import ACTIVATION_NAMES
 from gem_kernels._src.validate import check_scalar, check_window
+from gem_kernels.block_attention import block_attention
 from gem_kernels.gdpa import gdpa
 from gem_kernels.jagged_attention import jagged_attention
 
-__all__ = ["GDPA", "JaggedAttention"]
+__all__ = ["GDPA", "BlockAttention", "JaggedAttention"]
 
 
 class JaggedAttention(nn.Module):
@@ -130,3 +132,29 @@ class GDPA(nn.Module):
             f"activation={self.activation!r}, pre_scale={self.pre_scale}, post_scale={self.post_scale}, "
             f"causal={self.causal}, window_size={self.window_size}"
         )
+
+
+class BlockAttention(nn.Module):
+    """:func:`gem_kernels.block_attention` with its options fixed.
+
+    Args:
+        block_size: Tokens of a block: 32, 64 or 128.
+        scale: Factor on the scores; default ``D ** -0.5``.
+    """
+
+    def __init__(self, block_size: int = 64, scale: float | None = None) -> None:
+        super().__init__()
+        check_block_size("BlockAttention", block_size)
+        if scale is not None:
+            check_scalar("BlockAttention", "scale", scale)
+        self.block_size = block_size
+        self.scale = scale
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, offsets: Tensor, max_seqlen: int) -> Tensor:
+        """Map q (T, H, D), k (T, H_kv, D), v (T, H_kv, D_v) to (T, H, D_v)."""
+        return block_attention(
+            q, k, v, offsets=offsets, max_seqlen=max_seqlen, block_size=self.block_size, scale=self.scale
+        )
+
+    def extra_repr(self) -> str:
+        return f"block_size={self.block_size}, scale={self.scale}"

@@ -8,17 +8,7 @@ import torch
 from torch import Tensor
 
 from gem_kernels._src.attention.batching import Group, PackedOutput, Rows, compute_dtype, plan_groups
-
-
-def block_offsets(offsets: Tensor, block_size: int) -> Tensor:
-    """Offsets (num_blocks + 1,) int64 of the blocks cut from each sequence's own start; no block is empty."""
-    offsets = offsets.to(torch.int64)
-    starts, lengths = offsets[:-1], torch.diff(offsets)
-    num_blocks = (lengths + block_size - 1) // block_size
-    first = torch.cumsum(num_blocks, 0) - num_blocks
-    sequence = torch.repeat_interleave(num_blocks)
-    position = (torch.arange(sequence.shape[0]) - first[sequence]) * block_size
-    return torch.cat([starts[sequence] + position, offsets[-1:]])
+from gem_kernels._src.block_attention.blocks import block_offsets
 
 
 class _Tiles(NamedTuple):
@@ -50,7 +40,7 @@ def _tiles(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, group: Group, scale
 
 def forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block_size: int, scale: float) -> Tensor:
     """Output (T, H, D_v) in the dtype of q."""
-    offsets = block_offsets(offsets, block_size)
+    offsets = block_offsets(offsets, q.shape[0], block_size)
     lengths = torch.diff(offsets)
     out = PackedOutput(q.shape[0], q.shape[1], v.shape[2], q.dtype)
     for group in plan_groups(lengths, lengths, q.shape[1]):
@@ -63,7 +53,7 @@ def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block_size: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients dq, dk, dv in the dtype and shape of q, k, v."""
-    offsets = block_offsets(offsets, block_size)
+    offsets = block_offsets(offsets, q.shape[0], block_size)
     lengths = torch.diff(offsets)
     dq, dk, dv = (PackedOutput(*x.shape, x.dtype) for x in (q, k, v))
     for group in plan_groups(lengths, lengths, q.shape[1]):

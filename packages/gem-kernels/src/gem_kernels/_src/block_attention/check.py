@@ -1,0 +1,57 @@
+"""Input checks of block attention."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gem_kernels._src.block_attention.configs import BLOCK_SIZES
+from gem_kernels._src.validate import (
+    check_capacity,
+    check_max_seqlen,
+    check_offset_values,
+    check_offsets,
+    check_same,
+    check_values,
+)
+
+NAME = "block_attention"
+
+
+def check_block_size(op: str, block_size: int) -> None:
+    """Raise unless ``block_size`` is one that the kernels are built for."""
+    if isinstance(block_size, bool) or not isinstance(block_size, int):
+        raise TypeError(f"{op}: `block_size` must be a Python int, got {type(block_size).__name__}.")
+    if block_size not in BLOCK_SIZES:
+        raise ValueError(f"{op}: `block_size` must be one of {', '.join(map(str, BLOCK_SIZES))}, got {block_size}.")
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_seqlen: int, block_size: int) -> None:
+    """Raise on any shape, dtype or device mismatch; never reads tensor data."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_values(NAME, name, x)
+    check_same(NAME, {"q": q, "k": k, "v": v})
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(
+                f"{NAME}: `{name}` must have as many rows as `q`, {q.shape[0]}, got {x.shape[0]}; use "
+                "jagged_attention for keys of other lengths."
+            )
+    if k.shape[2] != q.shape[2]:
+        raise ValueError(f"{NAME}: `k` must have the head dim of `q`, {q.shape[2]}, got {k.shape[2]}.")
+    if v.shape[1] != k.shape[1]:
+        raise ValueError(f"{NAME}: `v` must have as many heads as `k`, {k.shape[1]}, got {v.shape[1]}.")
+    if q.shape[1] % k.shape[1] != 0:
+        raise ValueError(
+            f"{NAME}: the heads of `k` must divide the heads of `q`, got {k.shape[1]} and {q.shape[1]}; "
+            "repeat or drop heads so that they do."
+        )
+    check_offsets(NAME, "offsets", offsets, q)
+    check_max_seqlen(NAME, "max_seqlen", max_seqlen)
+    check_block_size(NAME, block_size)
+
+
+def check_lengths(q: Tensor, offsets: Tensor, max_seqlen: int, *, read_offsets: bool) -> None:
+    """Raise when the lengths do not fit the packed rows; reads the offsets only if ``read_offsets``."""
+    check_capacity(NAME, "offsets", "max_seqlen", max_seqlen, offsets.shape[0] - 1, q.shape[0])
+    if read_offsets:
+        check_offset_values(NAME, "offsets", offsets, q.shape[0], "max_seqlen", max_seqlen)

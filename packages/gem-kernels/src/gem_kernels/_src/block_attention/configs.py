@@ -1,0 +1,42 @@
+"""Tile shapes of block attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from gem_kernels._src.attention.configs import power_of_two
+
+Direction = Literal["forward", "backward"]
+BLOCK_SIZES = (32, 64, 128)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkConfig:
+    """How a program computes its block and head; the rows and keys of the tile are always the whole block."""
+
+    block_d: int
+    """Channels of q and k at a time, a power of two >= 16."""
+    block_dv: int
+    """Channels of v at a time, a power of two >= 16."""
+    num_warps: int
+
+
+def select(direction: Direction, dtype: torch.dtype, block_size: int, head_dim: int, head_dim_v: int) -> ChunkConfig:
+    """Configuration of one kernel; a pure function, so that all ranks of a job agree.
+
+    Chosen so that no variant spills registers on sm_90 and sm_100 and all fit the 99 KiB of shared memory that the
+    small GPUs of sm_86 and sm_89 give a block.
+    """
+    largest = 64 if block_size == 128 and direction == "backward" else 128
+    if dtype == torch.float32:
+        # Full float32 products keep their operands in registers.
+        largest = 16
+    widest = max(power_of_two(head_dim), power_of_two(head_dim_v))
+    return ChunkConfig(
+        block_d=min(power_of_two(head_dim), largest),
+        block_dv=min(power_of_two(head_dim_v), largest),
+        num_warps=8 if block_size == 128 or (widest > 128 and block_size == 64) else 4,
+    )
