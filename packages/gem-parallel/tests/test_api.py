@@ -5,11 +5,17 @@ def test_public_names():
     assert sorted(gem_parallel.__all__) == [
         "FeatureConfig",
         "FeatureStatus",
+        "ParallelDims",
+        "ParallelMesh",
+        "ParallelPlan",
         "Pending",
         "ShardedEmbeddings",
         "SparseOptimizerConfig",
         "TableConfig",
         "__version__",
+        "clip_grad_norm_",
         "engine_report",
+        "grad_norm",
+        "parallelize",
     ]
     assert all(hasattr(gem_parallel, name) for name in gem_parallel.__all__)

@@ -3,14 +3,23 @@
 from gem_parallel._version import __version__
 from gem_parallel.embeddings import FeatureConfig, Pending, ShardedEmbeddings, SparseOptimizerConfig, TableConfig
 from gem_parallel.engines import FeatureStatus, engine_report
+from gem_parallel.gradients import clip_grad_norm_, grad_norm
+from gem_parallel.mesh import ParallelDims, ParallelMesh
+from gem_parallel.plan import ParallelPlan, parallelize
 
 __all__ = [
     "FeatureConfig",
     "FeatureStatus",
+    "ParallelDims",
+    "ParallelMesh",
+    "ParallelPlan",
     "Pending",
     "ShardedEmbeddings",
     "SparseOptimizerConfig",
     "TableConfig",
     "__version__",
+    "clip_grad_norm_",
     "engine_report",
+    "grad_norm",
+    "parallelize",
 ]

@@ -130,7 +130,8 @@ def engine_report() -> dict[str, FeatureStatus]:
     Returns:
         Feature -> status. ``fbgemm``: the library loads. ``torch_fbgemm_pair``: the versions are a pair this project
         tests (an untested pair may work). ``embeddings_cpu``, ``embeddings_cuda``: tables on that device.
-        ``adam_cpu``: Adam for CPU tables. ``nccl``, ``gloo``: backends for several ranks.
+        ``adam_cpu``, ``rowwise_adagrad_weight_decay_cpu``: these optimizers for CPU tables. ``nccl``, ``gloo``:
+        backends for several ranks.
     """
     fbgemm = _fbgemm_status()
     cpu = FeatureStatus(
@@ -139,13 +140,19 @@ def engine_report() -> dict[str, FeatureStatus]:
         reason="tables in host memory" if fbgemm.available else fbgemm.reason,
         remedy=fbgemm.remedy,
     )
-    adam = FeatureStatus(
-        feature="adam_cpu",
-        available=fbgemm.available,
-        reason="in PyTorch: fbgemm has no CPU kernel for Adam" if fbgemm.available else fbgemm.reason,
-        remedy=fbgemm.remedy,
-    )
-    rows = [fbgemm, _pair_status(), cpu, _cuda_status(fbgemm), adam]
+    in_torch = [
+        FeatureStatus(
+            feature=feature,
+            available=fbgemm.available,
+            reason=f"in PyTorch: fbgemm has no CPU kernel for {what}" if fbgemm.available else fbgemm.reason,
+            remedy=fbgemm.remedy,
+        )
+        for feature, what in (
+            ("adam_cpu", "Adam"),
+            ("rowwise_adagrad_weight_decay_cpu", "row-wise AdaGrad with weight decay"),
+        )
+    ]
+    rows = [fbgemm, _pair_status(), cpu, _cuda_status(fbgemm), *in_torch]
     for backend in ("nccl", "gloo"):
         available = torch.distributed.is_available() and torch.distributed.is_backend_available(backend)
         rows.append(

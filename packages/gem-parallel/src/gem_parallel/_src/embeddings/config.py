@@ -51,8 +51,8 @@ class TableConfig:
     dim: int
     """Row length, in elements: a multiple of 4, at most 1024."""
     placement: Placement = "auto"
-    """table_wise: all rows on one rank; row_wise: ceil(num_rows / ranks) consecutive rows per rank; auto: row_wise for a
-    table larger than a rank's fair share of all tables, else table_wise."""
+    """table_wise: all rows on one rank; row_wise: ceil(num_rows / ranks) consecutive rows per rank; auto: row_wise
+    for a table larger than a rank's fair share of all tables, else table_wise."""
     init_std: float | None = None
     """Standard deviation of the normal initial weights; None is dim ** -0.5."""
 

@@ -19,7 +19,8 @@ from gem_parallel._src.engine_report import require_fbgemm
 __all__ = ["Engine", "FbgemmEngine", "state_names"]
 
 IDS_PER_BAG = 8
-"""On CUDA one warp walks a bag serially: short bags fill the device. The number is free, results do not depend on it."""
+"""On CUDA one warp walks a bag serially: short bags fill the device. The number is free, results do not depend on
+it."""
 
 MAX_IDS_PER_BAG = 256
 """Bound for the largest table of a skewed group, whose bag count all its tables share."""
@@ -61,8 +62,8 @@ class FbgemmEngine:
     """One SplitTableBatchedEmbeddingBagsCodegen.
 
     CUDA: unpooled lookup (PoolingMode.NONE) over all tables of a dim. CPU: one table per engine and sums over bags of
-    one id, which is the same function, because fbgemm's unpooled CPU backward collects gradients in a hash map (measured:
-    70 times slower).
+    one id, which is the same function, because fbgemm's unpooled CPU backward collects gradients in a hash map
+    (measured: 70 times slower).
     """
 
     def __init__(

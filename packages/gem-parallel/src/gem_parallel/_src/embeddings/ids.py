@@ -51,8 +51,8 @@ class BatchIds:
 
     groups: tuple[GroupIds, ...]
     summary: Tensor
-    """(3 + F,) int64: malformed bags, then (index, id) of the first offending id in feature order (-1 if none), then the
-    number of out-of-range ids of each configured feature."""
+    """(3 + F,) int64: malformed bags, then (index, id) of the first offending id in feature order (-1 if none), then
+    the number of out-of-range ids of each configured feature."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,8 +80,8 @@ def check_feature(name: str, pair: object, device: torch.device) -> tuple[Tensor
             )
         if tensor.device != device:
             raise ValueError(
-                f"exchange: {argument} of feature {name!r} must be on the tables' device {device}, got {tensor.device}; "
-                "move the batch first"
+                f"exchange: {argument} of feature {name!r} must be on the tables' device {device}, "
+                f"got {tensor.device}; move the batch first"
             )
     values, offsets = pair
     if offsets.numel() == 0:

@@ -25,8 +25,8 @@ def chunk_seed(seed: int, name: str, chunk: int) -> int:
 def fill_initial(weight: Tensor, shard: TableShard, rank: int, seed: int) -> None:
     """Write the initial values of ``rank``'s rows into ``weight`` (num_local_rows, dim).
 
-    Chunk c of 65,536 rows is drawn whole on the CPU from a generator seeded by (seed, crc32(name), c); a rank copies the
-    rows it owns. The values are therefore the same for every world size, placement and device.
+    Chunk c of 65,536 rows is drawn whole on the CPU from a generator seeded by (seed, crc32(name), c); a rank copies
+    the rows it owns. The values are therefore the same for every world size, placement and device.
     """
     table = shard.config
     std = table.dim**-0.5 if table.init_std is None else table.init_std

@@ -2,8 +2,8 @@
 
 One node for all features of all groups: its backward runs, with all its collectives, as soon as one output has a
 gradient, so that a rank whose loss touches fewer features than its neighbours' still meets them in every exchange. Its
-first input is an anchor that always requires a gradient: a rank that owns none of the batch's rows, or has no ids, stays
-in the graph.
+first input is an anchor that always requires a gradient: a rank that owns none of the batch's rows, or has no ids,
+stays in the graph.
 """
 
 from __future__ import annotations

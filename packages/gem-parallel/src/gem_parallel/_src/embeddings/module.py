@@ -26,7 +26,7 @@ from gem_parallel._src.embeddings.layout import Group, TableShard, make_groups, 
 from gem_parallel._src.embeddings.lookup import Assemble, RowBlock
 from gem_parallel._src.embeddings.pending import DeviceVector, GroupRequest, Pending
 from gem_parallel._src.embeddings.state import load_tables, save_tables
-from gem_parallel._src.embeddings.torch_adam import TorchAdamEngine
+from gem_parallel._src.embeddings.torch_engine import TorchEngine, needs_torch_engine
 from gem_parallel._src.engine_report import require_fbgemm
 
 __all__ = ["ShardedEmbeddings"]
@@ -35,10 +35,10 @@ __all__ = ["ShardedEmbeddings"]
 class ShardedEmbeddings(nn.Module):
     """Embedding tables over the ranks of a mesh, with their optimizer inside backward.
 
-    A step is ``pending = exchange(ids)``, ``outputs = lookup(pending)``, ``loss.backward()``: backward sends the gradients
-    to the rows' owners, sums them over the global batch and updates the rows. There is nothing to zero and no optimizer to
-    step; ``parameters()`` is empty. Gradients are summed over the ranks, not averaged, so divide the loss by the global
-    number of samples.
+    A step is ``pending = exchange(ids)``, ``outputs = lookup(pending)``, ``loss.backward()``: backward sends the
+    gradients to the rows' owners, sums them over the global batch and updates the rows. There is nothing to zero and
+    no optimizer to step; ``parameters()`` is empty. Gradients are summed over the ranks, not averaged, so divide the
+    loss by the global number of samples.
 
     In one process there is no collective and no deduplication. Over several ranks all of them must call ``exchange``,
     ``lookup`` and backward together, also with an empty batch; a batch that one rank refuses raises on all.
@@ -53,7 +53,8 @@ class ShardedEmbeddings(nn.Module):
         seed: Initial weights depend on (seed, table name, row) only, not on the ranks.
         weight_dtype: float32 or float16. Outputs and moments are float32. With float16, fbgemm rounds updates
             stochastically on CUDA.
-        id_policy: What an id outside [0, num_rows) does. error: IndexError; drop: the zero vector and no gradient; clamp:
+        id_policy: What an id outside [0, num_rows) does. error: IndexError; drop: the zero vector and no gradient;
+        clamp:
             the nearest row. Counted in every case, see ``out_of_range_counts``.
 
     Raises:
@@ -109,8 +110,9 @@ class ShardedEmbeddings(nn.Module):
     def exchange(self, ids: Mapping[str, tuple[Tensor, Tensor]]) -> Pending:
         """Check a batch's ids and start moving them to the ranks that own their rows.
 
-        May run a batch ahead of ``lookup``, on any CUDA stream: rows are read at ``lookup``. Over several ranks on CUDA the
-        host waits here for the current stream once, for the counts, so call it under the stream that copied the batch.
+        May run a batch ahead of ``lookup``, on any CUDA stream: rows are read at ``lookup``. Over several ranks on
+        CUDA the host waits here for the current stream once, for the counts, so call it under the stream that copied
+        the batch.
 
         Args:
             ids: Feature -> (values (N,) int64, offsets (num_bags + 1,) int64 from 0 to N), on the tables' device. The
@@ -156,8 +158,8 @@ class ShardedEmbeddings(nn.Module):
         ``torch.no_grad()``) nothing changes and Adam's step is not counted.
 
         Returns:
-            Feature -> (num_bags, dim) for sum and mean, zeros for an empty bag; (N, dim) for none; float32. Features that
-            the batch left out are absent.
+            Feature -> (num_bags, dim) for sum and mean, zeros for an empty bag; (N, dim) for none; float32. Features
+            that the batch left out are absent.
 
         Raises:
             IndexError, ValueError: as ``exchange``, in one process on CUDA.
@@ -293,7 +295,7 @@ def _make_engines(
 ) -> list[Engine]:
     rows = [shard.num_local_rows(rank) for shard in group.tables]
     parts = [rows] if device.type == "cuda" else [[each] for each in rows]
-    kind = TorchAdamEngine if optimizer.kind == "adam" and device.type == "cpu" else FbgemmEngine
+    kind = TorchEngine if device.type == "cpu" and needs_torch_engine(optimizer) else FbgemmEngine
     return [
         kind(num_rows=part, dim=group.dim, optimizer=optimizer, weight_dtype=weight_dtype, device=device)
         for part in parts

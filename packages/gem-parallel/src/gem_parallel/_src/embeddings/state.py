@@ -41,8 +41,8 @@ def save_tables(
 ) -> dict[str, Tensor]:
     """State dict entries of this rank; views of the live tables.
 
-    A table that lies on one rank is a plain tensor, on that rank only. A row-wise one is a DTensor with Shard(0), also on
-    ranks without rows. With Adam every rank has ``tables.<name>.step``, an int64 scalar.
+    A table that lies on one rank is a plain tensor, on that rank only. A row-wise one is a DTensor with Shard(0),
+    also on ranks without rows. With Adam every rank has ``tables.<name>.step``, an int64 scalar.
     """
     found: dict[str, Tensor] = {}
     for shard, weight, state in tables:

@@ -1,4 +1,7 @@
-"""Adam for tables on the CPU, where fbgemm has no such kernel: the same update in PyTorch."""
+"""CPU tables whose optimizer fbgemm does not have there: the same update in PyTorch.
+
+That is Adam, and row-wise AdaGrad with weight decay, which fbgemm's pooled CPU kernel ignores.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gem_parallel._src.embeddings.config import SparseOptimizerConfig
+from gem_parallel._src.embeddings.engine import state_names
 
-__all__ = ["TorchAdamEngine"]
+__all__ = ["TorchEngine", "needs_torch_engine"]
+
+
+def needs_torch_engine(optimizer: SparseOptimizerConfig) -> bool:
+    """Whether fbgemm lacks this optimizer on the CPU."""
+    return optimizer.kind == "adam" or (optimizer.kind == "rowwise_adagrad" and optimizer.weight_decay > 0)
 
 
 class _Rows(torch.autograd.Function):
     """Gather whose backward updates the rows instead of giving a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, engine: TorchAdamEngine, ids: Tensor, step: int) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, engine: TorchEngine, ids: Tensor, step: int) -> Tensor:
         ctx.engine, ctx.step, ctx.learning_rate = engine, step, engine.learning_rate
         ctx.save_for_backward(ids)
         return engine.gather(ids)
@@ -31,8 +40,8 @@ class _Rows(torch.autograd.Function):
         return None, None, None, None
 
 
-class TorchAdamEngine:
-    """One table with Adam on the rows of the batch; moments in float32."""
+class TorchEngine:
+    """One table; moments in float32, equal ids summed in batch order."""
 
     num_tables = 1
 
@@ -46,12 +55,13 @@ class TorchAdamEngine:
         device: torch.device,
     ) -> None:
         (rows,) = num_rows
+        assert needs_torch_engine(optimizer)
         self._config = optimizer
         self.learning_rate = optimizer.learning_rate
         # One scratch row, as in the other engine.
         self._weight = torch.zeros(rows + 1, dim, dtype=weight_dtype, device=device)
-        self._exp_avg = torch.zeros(rows + 1, dim, device=device)
-        self._exp_avg_sq = torch.zeros(rows + 1, dim, device=device)
+        shape = (rows + 1, dim) if optimizer.kind == "adam" else (rows + 1,)
+        self._moments = {name: torch.zeros(shape, device=device) for name in state_names(optimizer.kind)}
         self._anchor = torch.zeros(0, device=device, requires_grad=True)
 
     def gather(self, ids: Tensor) -> Tensor:
@@ -66,23 +76,32 @@ class TorchAdamEngine:
 
     @torch.no_grad()
     def update(self, ids: Tensor, grad: Tensor, step: int, learning_rate: float) -> None:
-        config = self._config
         rows, inverse = torch.unique(ids, return_inverse=True)
         grad = torch.zeros(rows.numel(), grad.shape[1], device=grad.device).index_add_(0, inverse, grad)
-        first = self._exp_avg.index_select(0, rows).mul_(config.beta1).add_(grad, alpha=1 - config.beta1)
-        second = self._exp_avg_sq.index_select(0, rows).mul_(config.beta2).addcmul_(grad, grad, value=1 - config.beta2)
+        moments = {name: moment.index_select(0, rows) for name, moment in self._moments.items()}
         weight = self._weight.index_select(0, rows).float()
-        step_of = (first / (1 - config.beta1**step)) / ((second / (1 - config.beta2**step)).sqrt_() + config.eps)
-        weight -= learning_rate * (step_of + config.weight_decay * weight)
-        self._exp_avg.index_copy_(0, rows, first)
-        self._exp_avg_sq.index_copy_(0, rows, second)
+        rule = self._adam if self._config.kind == "adam" else self._rowwise_adagrad
+        weight -= learning_rate * (rule(grad, moments, step) + self._config.weight_decay * weight)
         self._weight.index_copy_(0, rows, weight.to(self._weight.dtype))
+        for name, moment in moments.items():
+            self._moments[name].index_copy_(0, rows, moment)
+
+    def _adam(self, grad: Tensor, moments: dict[str, Tensor], step: int) -> Tensor:
+        """Advance the moments of the rows in place; the change of the weights per unit of learning rate."""
+        beta1, beta2 = self._config.beta1, self._config.beta2
+        first = moments["exp_avg"].mul_(beta1).add_(grad, alpha=1 - beta1)
+        second = moments["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        return (first / (1 - beta1**step)) / ((second / (1 - beta2**step)).sqrt_() + self._config.eps)
+
+    def _rowwise_adagrad(self, grad: Tensor, moments: dict[str, Tensor], step: int) -> Tensor:
+        total = moments["sum"].add_(grad.square().mean(1))
+        return grad / (total.sqrt() + self._config.eps).unsqueeze(1)
 
     def weights(self) -> list[Tensor]:
         return [self._weight[:-1]]
 
     def states(self) -> list[dict[str, Tensor]]:
-        return [{"exp_avg": self._exp_avg[:-1], "exp_avg_sq": self._exp_avg_sq[:-1]}]
+        return [{name: moment[:-1] for name, moment in self._moments.items()}]
 
     def set_learning_rate(self, learning_rate: float) -> None:
         self.learning_rate = learning_rate

@@ -1,0 +1,126 @@
+"""Batches of the multi-process embedding tests: one global batch, cut over ranks in awkward ways."""
+
+from dataclasses import dataclass
+
+import torch
+
+from gem_parallel import FeatureConfig, ShardedEmbeddings, SparseOptimizerConfig, TableConfig
+
+DIM = 8
+NUM_BAGS = 24
+# One table smaller than any world size, one with a single row, one larger than the rest.
+TABLES = {"wide": 50, "three": 3, "one": 1}
+POOLINGS = ("sum", "mean", "none")
+# How the bags of a step are shared out, as fractions where ranks begin.
+SPLITS = ("even", "first_empty", "last_has_all", "all_empty", "table_empty", "feature_missing")
+
+
+@dataclass(frozen=True)
+class SparseCase:
+    placement: str
+    pooling: str
+    kind: str
+    exact: bool
+    """Gradients are small multiples of a power of two, so that their sums are exact in any order."""
+
+    @property
+    def id(self):
+        return f"{self.placement}-{self.pooling}-{self.kind}-{'exact' if self.exact else 'random'}"
+
+
+CASES = [
+    SparseCase(placement, pooling, kind, exact)
+    for placement in ("table_wise", "row_wise", "auto")
+    for pooling in POOLINGS
+    for kind in ("sgd", "adagrad", "rowwise_adagrad", "adam")
+    for exact in (True, False)
+    if placement != "auto" or (pooling == "sum" and kind == "rowwise_adagrad")
+]
+
+
+def make(case, mesh=None, device="cpu"):
+    tables = [TableConfig(name=name, num_rows=rows, dim=DIM, placement=case.placement) for name, rows in TABLES.items()]
+    # another dim: a second group with an exchange of its own
+    tables.append(TableConfig(name="narrow", num_rows=11, dim=4, placement=case.placement))
+    features = [FeatureConfig(name=f"f_{table.name}", table=table.name, pooling=case.pooling) for table in tables]
+    features.append(FeatureConfig(name="again", table="wide", pooling="none"))
+    optimizer = SparseOptimizerConfig(kind=case.kind, learning_rate=0.125, eps=1e-6)
+    return ShardedEmbeddings(tables, features, optimizer=optimizer, mesh=mesh, device=device, seed=5)
+
+
+def bounds(split, rank, world_size):
+    """Bags [start, end) of a rank."""
+    if split == "first_empty":
+        edges = [0, 0, *[NUM_BAGS * each // (world_size - 1) for each in range(1, world_size)]]
+    elif split == "last_has_all":
+        edges = [*[0] * world_size, NUM_BAGS]
+    elif split == "all_empty":
+        edges = [0] * (world_size + 1)
+    else:
+        edges = [NUM_BAGS * each // world_size for each in range(world_size + 1)]
+    return edges[rank], edges[rank + 1]
+
+
+def global_batch(case, step):
+    """Feature -> (values, lengths, upstream gradient); ids are skewed, with many duplicates."""
+    generator = torch.Generator().manual_seed(100 + step)
+    found = {}
+    for name, table, pooling in _features(case):
+        rows = {**TABLES, "narrow": 11}[table]
+        # powers of two keep the mean exact
+        lengths = torch.tensor([0, 1, 2, 4])[torch.randint(0, 4, (NUM_BAGS,), generator=generator)]
+        total = int(lengths.sum())
+        values = torch.randint(0, rows, (total,), generator=generator)
+        values[torch.rand(total, generator=generator) < 0.4] = rows // 2
+        dim = 4 if table == "narrow" else DIM
+        size = total if pooling == "none" else NUM_BAGS
+        upstream = torch.randn(size, dim, generator=generator)
+        if case.exact:
+            upstream = (upstream * 4).round() / 8
+        found[name] = (values, lengths, upstream)
+    return found
+
+
+def _features(case):
+    names = [*TABLES, "narrow"]
+    return [*[(f"f_{name}", name, case.pooling) for name in names], ("again", "wide", "none")]
+
+
+def rank_batch(case, step, rank, world_size):
+    """A rank's part of the global batch: feature -> (values, offsets, upstream)."""
+    split = SPLITS[step % len(SPLITS)]
+    start, end = bounds(split, rank, world_size)
+    found = {}
+    pooling = {name: pooled for name, _, pooled in _features(case)}
+    for name, (values, lengths, upstream) in global_batch(case, step).items():
+        if split == "table_empty" and name == "f_three":
+            lengths = torch.zeros_like(lengths)
+            values = values[:0]
+            upstream = upstream[:0] if pooling[name] == "none" else upstream
+        if split == "feature_missing" and name == "f_wide" and rank == world_size - 1:
+            continue
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        low, high = int(offsets[start]), int(offsets[end])
+        part = slice(low, high) if pooling[name] == "none" else slice(start, end)
+        found[name] = (values[low:high], offsets[start : end + 1] - low, upstream[part])
+    return found
+
+
+def joined(parts):
+    """One process' batch that equals the ranks' batches together."""
+    found = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        mine = [part[name] for part in parts if name in part]
+        values = torch.cat([each[0] for each in mine])
+        lengths = torch.cat([each[1].diff() for each in mine])
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        found[name] = (values, offsets, torch.cat([each[2] for each in mine]))
+    return found
+
+
+def train_step(module, case, batch):
+    """Outputs of one step, after its backward; exact cases have a loss that is linear in the rows."""
+    outputs = module.lookup(module.exchange({name: (values, offsets) for name, (values, offsets, _) in batch.items()}))
+    terms = [((each if case.exact else torch.tanh(each)) * batch[name][2]).sum() for name, each in outputs.items()]
+    sum(terms).backward()
+    return {name: each.detach().clone() for name, each in outputs.items()}
