@@ -1,8 +1,8 @@
 """Triton backward of jagged attention, deterministic: no gradient row is written by two programs.
 
-``delta`` first (row sums of dO * O), then one kernel per side: dK and dV over the queries of a key tile, dQ over the keys
-of a query tile. Where every key sequence fits one tile and nothing is masked by a window, the first kernel sees all keys
-of its queries, writes dQ too, and the second is not launched.
+``delta`` first (row sums of dO * O), then one kernel per side: dK and dV over the queries of a key tile, dQ over the
+keys of a query tile. Where every key sequence fits one tile and no window cuts pairs, the first kernel sees all keys of
+its queries, writes dQ too, and the second is not launched.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _jagged_attention_bwd_delta_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """delta = rowsum(dO * O) - dLSE, so that dS = P * (dP - delta) holds with and without a gradient of the LSE."""
+    """Row sums: delta = rowsum(dO * O) - dLSE, so that dS = P * (dP - delta) holds with and without a gradient of the LSE."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     offs_d = tl.arange(0, BLOCK_DV)
     mask = rows < num_rows

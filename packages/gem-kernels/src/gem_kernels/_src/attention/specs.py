@@ -1,0 +1,68 @@
+"""From a kernel, its tile configuration and its flags to the variant that the compile test builds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from gem_kernels._src.attention.configs import TileConfig, power_of_two, precision_of
+from gem_kernels._src.compile_spec import CompileSpec
+
+TRITON_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+_FLOAT32_POINTERS = {"lse_ptr", "dlse_ptr", "delta_ptr"}
+_FLOATS = {"scale", "scale_log2", "pre_scale", "post_scale"}
+
+
+def attention_spec(
+    spec_id: str,
+    kernel: Any,
+    config: TileConfig,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    target: int,
+    constexprs: Mapping[str, Any],
+    window: bool = False,
+    search: bool = False,
+) -> CompileSpec:
+    """Variant of a packed attention kernel with D = D_v = ``head_dim`` and one query head per key head."""
+    values: dict[str, Any] = {
+        "GROUP": 1,
+        "D": head_dim,
+        "D_V": head_dim,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_D": power_of_two(head_dim),
+        "BLOCK_DV": power_of_two(head_dim),
+        "HAS_LEFT": window,
+        "HAS_RIGHT": window,
+        "SEARCH": search,
+        "PRECISION": precision_of(dtype),
+        **constexprs,
+    }
+    values = {name: value for name, value in values.items() if name in kernel.arg_names}
+    signature = {}
+    for name in kernel.arg_names:
+        if name in values:
+            continue
+        if name in _FLOAT32_POINTERS:
+            signature[name] = "*fp32"
+        elif name.endswith("offsets_ptr") or name.startswith("offsets"):
+            signature[name] = "*i64"
+        elif name.endswith("_ptr"):
+            signature[name] = f"*{TRITON_NAMES[dtype]}"
+        else:
+            signature[name] = "fp32" if name in _FLOATS else "i32"
+    aligned = tuple(name for name in signature if name.endswith("_ptr") or name.startswith("stride_"))
+    return CompileSpec(
+        id=spec_id,
+        kernel=kernel,
+        signature=signature,
+        constexprs=values,
+        aligned=aligned,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        targets=(target,),
+    )

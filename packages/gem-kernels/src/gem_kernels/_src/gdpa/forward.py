@@ -1,0 +1,207 @@
+"""Triton forward of GDPA: one program per (sequence, head, tile of queries), no softmax and so no running statistics.
+
+Padded keys and values are zero and act(0) = 0: only a window needs masks, and only on its edges.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gem_kernels._src.attention.configs import fit_lengths, power_of_two, precision_of
+from gem_kernels._src.attention.launch import (
+    capability_of,
+    check_head_dims,
+    clamp_window,
+    device_guard,
+    make_grid,
+    unit_stride,
+)
+from gem_kernels._src.gdpa.configs import select
+from gem_kernels._src.tiles.activation import activation_pair
+from gem_kernels._src.tiles.index import locate_tile
+from gem_kernels._src.tiles.mask import pair_mask, valid_range
+from gem_kernels._src.tiles.memory import load_rows, sequence_bounds, store_rows
+
+# The sizes of a batch must not select a compiled variant: each new one would stall a training step.
+RUNTIME_SIZES = ["num_sequences", "num_tiles", "num_steps", "left", "right"]
+
+
+@triton.jit
+def _attend(
+    acc,
+    q,
+    k_ptr,
+    v_ptr,
+    stride_kt,
+    stride_vt,
+    start,
+    stop,
+    offs_m,
+    len_k,
+    left,
+    right,
+    pre_scale,
+    ACTIVATION: tl.constexpr,
+    MASKED: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add the activated scores of keys [start, stop) times their values."""
+    for n in range(start, stop, BLOCK_N):
+        k = load_rows(k_ptr, n, len_k, stride_kt, BLOCK_N, D, BLOCK_D)
+        v = load_rows(v_ptr, n, len_k, stride_vt, BLOCK_N, D_V, BLOCK_DV)
+        p = ACTIVATION(tl.dot(q, tl.trans(k), input_precision=PRECISION) * pre_scale)
+        if MASKED:
+            offs_n = n + tl.arange(0, BLOCK_N)
+            mask = pair_mask(offs_m[:, None], offs_n[None, :], len_k, left, right, HAS_LEFT, HAS_RIGHT)
+            p = tl.where(mask, p, 0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
+def _gdpa_fwd_kernel(
+    q_ptr,  # (T_q, H, D)
+    k_ptr,  # (T_k, H_kv, D)
+    v_ptr,  # (T_k, H_kv, D_v)
+    out_ptr,  # (T_q, H, D_v)
+    offsets_q_ptr,  # (B + 1,)
+    offsets_k_ptr,  # (B + 1,)
+    tile_offsets_ptr,  # (B + 1,), read only if SEARCH
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kh,
+    stride_vt,
+    stride_vh,
+    stride_ot,
+    stride_oh,
+    num_sequences,
+    num_heads,
+    num_tiles,
+    num_steps,
+    left,
+    right,
+    pre_scale,
+    post_scale,
+    ACTIVATION: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads per key head
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    SEARCH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    b, head, tile = locate_tile(
+        tl.program_id(0), tile_offsets_ptr, num_sequences, num_heads, num_tiles, num_steps, SEARCH
+    )
+    start_q, len_q = sequence_bounds(offsets_q_ptr, b)
+    first = tile * BLOCK_M
+    if first >= len_q:
+        return
+    start_k, len_k = sequence_bounds(offsets_k_ptr, b)
+    head = head.to(tl.int64)
+    q_ptr += start_q * stride_qt + head * stride_qh
+    k_ptr += start_k * stride_kt + head // GROUP * stride_kh
+    v_ptr += start_k * stride_vt + head // GROUP * stride_vh
+    out_ptr += start_q * stride_ot + head * stride_oh
+
+    q = load_rows(q_ptr, first, len_q, stride_qt, BLOCK_M, D, BLOCK_D)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
+    offs_m = first + tl.arange(0, BLOCK_M)
+    low, full_low, full_high, high = valid_range(first, len_k, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
+    stop = high
+    if HAS_LEFT or HAS_RIGHT:
+        stop = full_high
+        acc = _attend(
+            acc, q, k_ptr, v_ptr, stride_kt, stride_vt, low, tl.minimum(full_low, high), offs_m, len_k, left, right,
+            pre_scale, ACTIVATION, True, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
+        )  # fmt: skip
+        acc = _attend(
+            acc, q, k_ptr, v_ptr, stride_kt, stride_vt, full_high, high, offs_m, len_k, left, right,
+            pre_scale, ACTIVATION, True, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
+        )  # fmt: skip
+    acc = _attend(
+        acc, q, k_ptr, v_ptr, stride_kt, stride_vt, full_low, stop, offs_m, len_k, left, right,
+        pre_scale, ACTIVATION, False, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
+    )  # fmt: skip
+    store_rows(out_ptr, acc * post_scale, first, len_q, stride_ot, BLOCK_M, D_V, BLOCK_DV)
+
+
+def launch_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets_q: Tensor,
+    offsets_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    activation: str,
+    pre_scale: float,
+    post_scale: float,
+    left: int,
+    right: int,
+) -> Tensor:
+    """Output (T_q, H, D_v), contiguous, in the dtype of q."""
+    check_head_dims("gdpa", q.shape[2], v.shape[2])
+    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+    offsets_q, offsets_k = offsets_q.contiguous(), offsets_k.contiguous()
+    total, num_heads, dim = q.shape
+    dim_v = v.shape[2]
+    out = torch.empty(total, num_heads, dim_v, dtype=q.dtype, device=q.device)
+    if total == 0:
+        return out
+    left, right = clamp_window(left, right)
+    config = fit_lengths(select("forward", max(dim, dim_v), q.dtype, capability_of(q)), max_seqlen_q, max_seqlen_k)
+    with device_guard(q):
+        grid = make_grid("gdpa", offsets_q, total, max_seqlen_q, config.block_m, num_heads)
+        _gdpa_fwd_kernel[(grid.size,)](
+            q,
+            k,
+            v,
+            out,
+            offsets_q,
+            offsets_k,
+            grid.tile_offsets,
+            *q.stride()[:2],
+            *k.stride()[:2],
+            *v.stride()[:2],
+            *out.stride()[:2],
+            offsets_q.shape[0] - 1,
+            num_heads,
+            grid.num_tiles,
+            grid.num_steps,
+            left,
+            right,
+            pre_scale,
+            post_scale,
+            ACTIVATION=activation_pair(activation, hardware=q.is_cuda).value,
+            GROUP=num_heads // k.shape[1],
+            D=dim,
+            D_V=dim_v,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            BLOCK_D=power_of_two(dim),
+            BLOCK_DV=power_of_two(dim_v),
+            HAS_LEFT=left >= 0,
+            HAS_RIGHT=right >= 0,
+            SEARCH=grid.search,
+            PRECISION=precision_of(q.dtype),
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+        )
+    return out
