@@ -1,0 +1,85 @@
+"""Plans: unit selection, and refusals that need no process group."""
+
+import pytest
+import torch
+from torch import nn
+
+from gem_parallel import ParallelDims, ParallelPlan
+from gem_parallel._src.fsdp import select_units
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.outer = nn.Linear(2, 2)
+
+
+def model():
+    return nn.ModuleDict({"tower": nn.ModuleList([Block(), Block()]), "head": nn.Linear(2, 1)})
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        pytest.param(("tower.*.inner",), ["tower.0.inner", "tower.1.inner"], id="glob"),
+        pytest.param(("head", "tower.0"), ["tower.0", "head"], id="inner first"),
+        pytest.param(("tower.[01]", "tower.1"), ["tower.0", "tower.1"], id="matched twice"),
+        pytest.param((), [], id="root only"),
+    ],
+)
+def test_units(patterns, expected):
+    assert select_units(model(), patterns) == expected
+
+
+def test_nested_units_come_before_their_holder():
+    found = select_units(model(), ("tower.*",))
+    assert found.index("tower.0.inner") < found.index("tower.0")
+
+
+def test_unmatched_pattern_is_an_error():
+    with pytest.raises(ValueError, match=r"parallelize: every pattern .* got 'towr\.\*', which matches none of"):
+        select_units(model(), ("tower.*", "towr.*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"shard_units": "tower.*"}, TypeError, "must be a tuple of patterns, got str"),
+        ({"shard_units": (1,)}, TypeError, "must hold str, got int"),
+        ({"shard_units": ("",)}, ValueError, "must not hold ''"),
+        ({"shard_units": (), "param_dtype": torch.int8}, ValueError, "`param_dtype` must be a floating point"),
+        ({"shard_units": (), "reduce_dtype": "bf16"}, ValueError, "`reduce_dtype` must be a floating point"),
+    ],
+)
+def test_plan_refuses(arguments, error, text):
+    with pytest.raises(error, match=text):
+        ParallelPlan(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"dp_shard": 0}, ValueError, "`dp_shard` must be at least 1, got 0"),
+        ({"dp_shard": 2.0}, TypeError, "`dp_shard` must be an int, got float"),
+        ({"dp_replicate": 2, "dp_shard": 3}, ValueError, r"`sparse_shard` must equal .* got 1; pass sparse_shard=6"),
+    ],
+)
+def test_dims_refuse(arguments, error, text):
+    with pytest.raises(error, match=text):
+        ParallelDims(**arguments)
+
+
+def test_dims_for_world():
+    assert ParallelDims.for_world(8) == ParallelDims(dp_shard=8, sparse_shard=8)
+    dims = ParallelDims.for_world(8, dp_replicate=2)
+    assert (dims.dp_replicate, dims.dp_shard, dims.sparse_shard, dims.world_size) == (2, 4, 8, 8)
+    with pytest.raises(ValueError, match=r"positive multiple of dp_replicate \(3\), got 8"):
+        ParallelDims.for_world(8, dp_replicate=3)
+
+
+def test_build_mesh_needs_a_process_group():
+    with pytest.raises(RuntimeError, match=r"build_mesh: torch\.distributed must be initialised"):
+        ParallelDims().build_mesh("cpu")
+    with pytest.raises(ValueError, match="`device_type` must be 'cpu' or 'cuda', got 'tpu'"):
+        ParallelDims().build_mesh("tpu")

@@ -1,0 +1,183 @@
+"""FSDP and HSDP equal one process: parameters after optimizer steps, gradients summed, norms and clipping."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from gem_parallel import ParallelDims, ParallelPlan, clip_grad_norm_, grad_norm, parallelize
+
+pytestmark = pytest.mark.dist
+NUM_SAMPLES = 12
+
+
+@dataclass(frozen=True)
+class MeshCase:
+    dp_replicate: int
+    dp_shard: int
+
+    @property
+    def id(self):
+        return f"{self.dp_replicate}x{self.dp_shard}"
+
+    @property
+    def world_size(self):
+        return self.dp_replicate * self.dp_shard
+
+
+MESHES = [MeshCase(1, 1), MeshCase(1, 2), MeshCase(2, 1), MeshCase(2, 2), MeshCase(1, 4), MeshCase(4, 1)]
+
+
+class Net(nn.Module):
+    """Odd sizes, a parameter smaller than any world, a scalar-like one, two levels of units."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)) for _ in range(2)])
+        self.gain = nn.Parameter(torch.ones(1))
+        self.head = nn.Linear(5, 1, bias=False)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x * self.gain).squeeze(1)
+
+
+def make_net():
+    torch.manual_seed(0)
+    return Net()
+
+
+def samples(split):
+    generator = torch.Generator().manual_seed(7)
+    x, y = torch.randn(NUM_SAMPLES, 5, generator=generator), torch.randn(NUM_SAMPLES, generator=generator)
+    return x[split], y[split]
+
+
+def rank_slice(rank, world_size, uneven):
+    if uneven:
+        # rank 0 holds no sample
+        edges = [0, 0, *[NUM_SAMPLES * each // (world_size - 1) for each in range(1, world_size)]]
+        return slice(edges[rank], edges[rank + 1])
+    return slice(NUM_SAMPLES * rank // world_size, NUM_SAMPLES * (rank + 1) // world_size)
+
+
+def full(tensor):
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def run_steps(net, x, y, mesh, max_norm):
+    """Three SGD steps; the loss is a sum divided by the global number of samples."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    records = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        (((net(x) - y) ** 2).sum() / NUM_SAMPLES).backward()
+        gradients = {name: full(parameter.grad) for name, parameter in net.named_parameters()}
+        norm = grad_norm(net.parameters(), mesh)
+        clipped = clip_grad_norm_(net.parameters(), max_norm, mesh)
+        after = grad_norm(net.parameters(), mesh)
+        optimizer.step()
+        records.append((gradients, float(norm), float(clipped), float(after)))
+    return records, {name: full(parameter) for name, parameter in net.named_parameters()}
+
+
+def rank_fsdp(rank, world_size, folder, dp_replicate, uneven):
+    mesh = ParallelDims.for_world(world_size, dp_replicate=dp_replicate).build_mesh("cpu")
+    net = make_net()
+    wrapped = parallelize(net, ParallelPlan(shard_units=("blocks.*", "blocks.0.0")), mesh)
+    assert wrapped is net
+    sharded = world_size > 1
+    assert isinstance(net, FSDPModule) == sharded
+    assert isinstance(net.blocks[0][0], FSDPModule) == sharded
+    assert all(isinstance(parameter, DTensor) == sharded for parameter in net.parameters())
+    x, y = samples(rank_slice(rank, world_size, uneven))
+    return run_steps(net, x, y, mesh, 0.5)
+
+
+def check(results):
+    expected_records, expected = run_steps(make_net(), *samples(slice(None)), None, 0.5)
+    # Sums of 12 sample gradients in another order; sizes are about 1.
+    bound = {"rtol": 1e-5, "atol": 1e-6}
+    for records, parameters in results:
+        for (gradients, *norms), (expected_gradients, *expected_norms) in zip(records, expected_records, strict=True):
+            for name, gradient in gradients.items():
+                torch.testing.assert_close(gradient, expected_gradients[name], **bound)
+            torch.testing.assert_close(torch.tensor(norms), torch.tensor(expected_norms), **bound)
+        for name, parameter in parameters.items():
+            torch.testing.assert_close(parameter, expected[name], **bound)
+    assert any(norms[0] > 0.5 for _, *norms in expected_records), "no step was clipped"
+
+
+@pytest.mark.parametrize("case", MESHES, ids=lambda case: case.id)
+def test_equal_to_one_process(ranks, case):
+    check(ranks("rank_fsdp", case.world_size, dp_replicate=case.dp_replicate, uneven=False))
+
+
+@pytest.mark.parametrize("case", [MeshCase(1, 2), MeshCase(2, 2)], ids=lambda case: case.id)
+def test_a_rank_without_samples(ranks, case):
+    check(ranks("rank_fsdp", case.world_size, dp_replicate=case.dp_replicate, uneven=True))
+
+
+def rank_sum_is_exact(rank, world_size, folder, dp_replicate):
+    """Integer gradients: the sum over ranks must be exact, so no factor was applied and taken back."""
+    mesh = ParallelDims.for_world(world_size, dp_replicate=dp_replicate).build_mesh("cpu")
+    net = parallelize(nn.Linear(3, 5, bias=False), ParallelPlan(shard_units=()), mesh)
+    net(torch.full((1, 3), float(3 * rank + 1))).sum().backward()
+    return full(net.weight.grad)
+
+
+@pytest.mark.parametrize("case", MESHES[1:4], ids=lambda case: case.id)
+def test_gradients_are_summed_exactly(ranks, case):
+    total = sum(3 * rank + 1 for rank in range(case.world_size))
+    for gradient in ranks("rank_sum_is_exact", case.world_size, dp_replicate=case.dp_replicate):
+        assert torch.equal(gradient, torch.full((5, 3), float(total)))
+
+
+def rank_mixed(rank, world_size, folder):
+    """bf16 compute over fp32 shards, beside a plain replicated parameter."""
+    mesh = ParallelDims.for_world(world_size).build_mesh("cpu")
+    plan = ParallelPlan(shard_units=("0",), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    net = parallelize(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 3, bias=False)), plan, mesh)
+    plain = nn.Parameter(torch.ones(2))
+    out = net(torch.ones(1, 4))
+    (out.float().sum() + (plain * 3).sum()).backward()
+    gradients = [parameter.grad for parameter in net.parameters()]
+    assert all(gradient.dtype == torch.float32 for gradient in gradients)
+    expected = sum(float(full(gradient).double().square().sum()) for gradient in gradients) + 18.0
+    return out.dtype, float(grad_norm([*net.parameters(), plain], mesh)), expected**0.5
+
+
+def test_mixed_precision_and_replicated_parameters(ranks):
+    for dtype, norm, expected in ranks("rank_mixed", 2):
+        assert dtype == torch.bfloat16
+        assert norm == pytest.approx(expected, rel=1e-6)
+
+
+def rank_refusals(rank, world_size, folder):
+    mesh = ParallelDims.for_world(world_size).build_mesh("cpu")
+    texts = []
+    for call in (
+        lambda: parallelize(make_net(), ParallelPlan(shard_units=("nothing.*",)), mesh),
+        lambda: ParallelDims.for_world(world_size + 1).build_mesh("cpu"),
+        lambda: clip_grad_norm_([], 0.0, mesh),
+    ):
+        with pytest.raises(ValueError) as info:
+            call()
+        texts.append(str(info.value))
+    net = parallelize(make_net(), ParallelPlan(shard_units=()), mesh)
+    net(torch.ones(1, 5)).sum().backward()
+    with pytest.raises(ValueError) as info:
+        grad_norm(net.parameters())
+    return [*texts, str(info.value)]
+
+
+def test_refusals(ranks):
+    for pattern, ranks_text, bound, mesh in ranks("rank_refusals", 2):
+        assert "got 'nothing.*'" in pattern
+        assert "got 2 ranks; ParallelDims.for_world(2) fits" in ranks_text
+        assert "`max_norm` must be above 0, got 0.0" in bound
+        assert "grad_norm: `mesh` must be given" in mesh
