@@ -1,0 +1,1 @@
+"""Casts to and from the MX formats."""
