@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gem_model._src.events import EventTokens
+from gem_model._src.events import EventTokens, event_numbers
 from gem_model._src.heads import Heads
+from gem_model._src.jagged import Jagged
 from gem_model._src.layer import HybridLayer, Readout
 from gem_model._src.tokens import ContextTokens
 from gem_model.config import RankingConfig
@@ -25,7 +26,7 @@ class Loss(NamedTuple):
 
     sum: dict[str, Tensor]
     """Task -> scalar float32, sum of the samples' log losses, in nats."""
-    count: int
+    count: int  # type: ignore[assignment]
     """Samples of this rank."""
     total: Tensor
     """Scalar float32: weighted sum over tasks."""
@@ -78,7 +79,9 @@ class RankingModel(nn.Module):
         sequences = {}
         for tower in self.config.sequences:
             events = {name: embeddings[name] for name in tower.event_features}
-            sequences[tower.name] = self.event_tokens[tower.name](events, batch.sequences[tower.name])
+            sequence = batch.sequences[tower.name]
+            tokens = self.event_tokens[tower.name](events, event_numbers(tower, sequence))
+            sequences[tower.name] = Jagged(tokens, sequence.offsets, sequence.max_seqlen)
         for layer in self.layers:
             x, sequences = layer(x, sequences)
         return self.heads(self.readout(x, sequences))

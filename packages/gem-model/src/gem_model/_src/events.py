@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from gem_model._src.blocks import activation_module
-from gem_model._src.jagged import Jagged
 from gem_model.config import SequenceTowerConfig
 from gem_model.flops import BatchSizes, ModuleFlops, linear_flops
 from gem_model.protocols import SequenceView
@@ -45,28 +44,39 @@ def recency(offsets: Tensor, num_events: int) -> Tensor:
     return (last - 1 - torch.arange(num_events, device=offsets.device)).float()
 
 
+def event_numbers(config: SequenceTowerConfig, sequence: SequenceView) -> Tensor:
+    """Dense values, age and recency of each event, (T, num_event_dense + buckets) float32.
+
+    Made outside of the module that has the weights: a sharded module may round its inputs, and a rounded age of
+    years would lose hours.
+    """
+    later = torch.log1p(recency(sequence.offsets, sequence.age.shape[0]))
+    return torch.cat(
+        (
+            sequence.dense.float(),
+            hat_encoding(torch.log1p(sequence.age.float()), config.num_age_buckets, _MAX_LOG_AGE),
+            hat_encoding(later, config.num_recency_buckets, _MAX_LOG_RECENCY),
+        ),
+        dim=1,
+    )
+
+
 class EventTokens(nn.Module):
     """An MLP over all that is known of one event."""
 
     def __init__(self, config: SequenceTowerConfig, embedding_dim: int, activation: str) -> None:
         super().__init__()
         self._config = config
-        num_embedded = len(config.event_features) * embedding_dim
-        num_numeric = config.num_event_dense + config.num_age_buckets + config.num_recency_buckets
-        self.hidden = nn.Linear(num_embedded + num_numeric, config.event_hidden)
+        num_numbers = config.num_event_dense + config.num_age_buckets + config.num_recency_buckets
+        num_inputs = len(config.event_features) * embedding_dim + num_numbers
+        self.hidden = nn.Linear(num_inputs, config.event_hidden)
         self.activation = activation_module(activation)
         self.output = nn.Linear(config.event_hidden, config.dim)
 
-    def forward(self, embeddings: Mapping[str, Tensor], sequence: SequenceView) -> Jagged:
-        """Embeddings (T, E) by name and the packed events -> tokens (T, d)."""
-        config = self._config
-        num_events = sequence.age.shape[0]
-        age = hat_encoding(torch.log1p(sequence.age), config.num_age_buckets, _MAX_LOG_AGE)
-        later = torch.log1p(recency(sequence.offsets, num_events))
-        columns = [embeddings[name] for name in config.event_features]
-        columns += [sequence.dense, age, hat_encoding(later, config.num_recency_buckets, _MAX_LOG_RECENCY)]
-        hidden = self.hidden(torch.cat(columns, dim=1))
-        return Jagged(self.output(self.activation(hidden)), sequence.offsets, sequence.max_seqlen)
+    def forward(self, embeddings: Mapping[str, Tensor], numbers: Tensor) -> Tensor:
+        """Embeddings (T, E) by name and the result of `event_numbers` -> tokens (T, d)."""
+        columns = [embeddings[name] for name in self._config.event_features]
+        return self.output(self.activation(self.hidden(torch.cat([*columns, numbers], dim=1))))
 
     def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:
         """FLOPs by module."""

@@ -34,7 +34,9 @@ class TaskHead(nn.Module):
         """(B, width) -> float32 logits (B,)."""
         x = self.hidden(x)
         with torch.autocast(x.device.type, enabled=False):
-            return self.logit(x.to(self.logit.weight.dtype)).float().squeeze(1)
+            logits = self.logit(x.to(self.logit.weight.dtype))
+        # A copy: what a sharded module returns must not be a view.
+        return logits[:, 0].to(torch.float32, copy=True)
 
     def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:
         """FLOPs by module."""

@@ -70,10 +70,10 @@ class SequencePooling(nn.Module):
             self.seed_query = nn.Linear(tower.dim, tower.dim)
             self.compress = SumKronLinear(tower.num_seeds, tower.num_seed_tokens, tower.dim, tower.kron_rank)
             nn.init.normal_(self.seeds)
-        self.gating = Gating(tower.dim)
         self._changes_width = tower.dim != config.dim
         if self._changes_width:
             self.width = nn.Linear(tower.dim, config.dim)
+        self.gating = Gating(config.dim)
 
     def forward(self, x_sum: Tensor, s: Jagged) -> Tensor:
         """X_sum (B, n_sum, d_tower) and normalised events (T, d_tower) -> (B, num_pooled_tokens, d)."""
@@ -103,8 +103,8 @@ class SequencePooling(nn.Module):
         if tower.num_recent:
             recent, _ = jagged_last_k(s.values, s.offsets, tower.num_recent)
             tokens.append(recent.to(tokens[0].dtype))
-        s_sum = self.gating(torch.cat(tokens, dim=1))
-        return self.width(s_sum) if self._changes_width else s_sum
+        s_sum = torch.cat(tokens, dim=1)
+        return self.gating(self.width(s_sum) if self._changes_width else s_sum)
 
     def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:
         """FLOPs by module."""
