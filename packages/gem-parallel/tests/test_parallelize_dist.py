@@ -85,8 +85,15 @@ def run_steps(net, x, y, mesh, max_norm):
     return records, {name: full(parameter) for name, parameter in net.named_parameters()}
 
 
-def rank_fsdp(rank, world_size, folder, dp_replicate, uneven):
+def rank_all(rank, world_size, folder, dp_replicate):
     mesh = ParallelDims.for_world(world_size, dp_replicate=dp_replicate).build_mesh("cpu")
+    results = {"even": train(rank, world_size, mesh, uneven=False), "summed": summed(rank, mesh)}
+    if world_size > 1:
+        results["uneven"] = train(rank, world_size, mesh, uneven=True)
+    return results
+
+
+def train(rank, world_size, mesh, uneven):
     net = make_net()
     wrapped = parallelize(net, ParallelPlan(shard_units=("blocks.*", "blocks.0.0")), mesh)
     assert wrapped is net
@@ -96,6 +103,13 @@ def rank_fsdp(rank, world_size, folder, dp_replicate, uneven):
     assert all(isinstance(parameter, DTensor) == sharded for parameter in net.parameters())
     x, y = samples(rank_slice(rank, world_size, uneven))
     return run_steps(net, x, y, mesh, 0.5)
+
+
+def summed(rank, mesh):
+    """Integer gradients: their sum over ranks must be exact, so that no factor was applied and taken back."""
+    net = parallelize(nn.Linear(3, 5, bias=False), ParallelPlan(shard_units=()), mesh)
+    net(torch.full((1, 3), float(3 * rank + 1))).sum().backward()
+    return full(net.weight.grad)
 
 
 def check(results):
@@ -112,29 +126,25 @@ def check(results):
     assert any(norms[0] > 0.5 for _, *norms in expected_records), "no step was clipped"
 
 
-@pytest.mark.parametrize("case", MESHES, ids=lambda case: case.id)
-def test_equal_to_one_process(ranks, case):
-    check(ranks("rank_fsdp", case.world_size, dp_replicate=case.dp_replicate, uneven=False))
+@pytest.fixture(scope="module", params=MESHES, ids=lambda case: case.id)
+def trained(request, ranks):
+    return request.param, ranks("rank_all", request.param.world_size, dp_replicate=request.param.dp_replicate)
 
 
-@pytest.mark.parametrize("case", [MeshCase(1, 2), MeshCase(2, 2)], ids=lambda case: case.id)
-def test_a_rank_without_samples(ranks, case):
-    check(ranks("rank_fsdp", case.world_size, dp_replicate=case.dp_replicate, uneven=True))
+def test_equal_to_one_process(trained):
+    check([result["even"] for result in trained[1]])
 
 
-def rank_sum_is_exact(rank, world_size, folder, dp_replicate):
-    """Integer gradients: the sum over ranks must be exact, so no factor was applied and taken back."""
-    mesh = ParallelDims.for_world(world_size, dp_replicate=dp_replicate).build_mesh("cpu")
-    net = parallelize(nn.Linear(3, 5, bias=False), ParallelPlan(shard_units=()), mesh)
-    net(torch.full((1, 3), float(3 * rank + 1))).sum().backward()
-    return full(net.weight.grad)
+def test_a_rank_without_samples(trained):
+    case, results = trained
+    check([result["uneven" if case.world_size > 1 else "even"] for result in results])
 
 
-@pytest.mark.parametrize("case", MESHES[1:4], ids=lambda case: case.id)
-def test_gradients_are_summed_exactly(ranks, case):
+def test_gradients_are_summed_exactly(trained):
+    case, results = trained
     total = sum(3 * rank + 1 for rank in range(case.world_size))
-    for gradient in ranks("rank_sum_is_exact", case.world_size, dp_replicate=case.dp_replicate):
-        assert torch.equal(gradient, torch.full((5, 3), float(total)))
+    for result in results:
+        assert torch.equal(result["summed"], torch.full((5, 3), float(total)))
 
 
 def rank_mixed(rank, world_size, folder):

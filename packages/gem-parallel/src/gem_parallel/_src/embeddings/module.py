@@ -261,7 +261,7 @@ class ShardedEmbeddings(nn.Module):
         error_msgs: list[str],
     ) -> None:
         loaded = load_tables(
-            self._local_tables(), state_dict, prefix, self._rank, self._mesh, self.optimizer.kind == "adam"
+            self._local_tables(), state_dict, prefix, self._rank, self._mesh, self.optimizer.kind == "adam", strict
         )
         missing_keys += loaded.missing
         unexpected_keys += loaded.unexpected

@@ -68,11 +68,13 @@ def load_tables(
     rank: int,
     mesh: DeviceMesh | None,
     has_step: bool,
+    strict: bool,
 ) -> LoadResult:
     """Copy this rank's rows out of a state dict.
 
     An entry may be a DTensor as ``save_tables`` makes it, or a plain tensor with all rows of the table, whatever the
-    table's placement here. Nothing is copied unless everything fits.
+    table's placement here. Nothing is copied unless everything fits, and with ``strict`` unless every key is there and
+    known.
     """
     result = LoadResult()
     copies: list[tuple[Tensor, Tensor]] = []
@@ -102,13 +104,12 @@ def load_tables(
     result.unexpected = [key for key in state_dict if key.startswith(start) and key not in known]
     if len(set(steps.values())) > 1:
         result.errors.append(f"the steps of all tables must be equal, got {steps}")
-    elif steps:
-        result.step = next(iter(steps.values()))
-    if not result.errors:
-        with torch.no_grad():
-            for local, given in copies:
-                if local.data_ptr() != given.data_ptr() or local.numel() == 0:
-                    local.copy_(given)
+    if result.errors or (strict and (result.missing or result.unexpected)):
+        return result
+    result.step = next(iter(steps.values()), None)
+    with torch.no_grad():
+        for local, given in copies:
+            local.copy_(given)
     return result
 
 

@@ -1,0 +1,81 @@
+"""The report, and what happens without fbgemm."""
+
+import subprocess
+import sys
+
+import pytest
+
+import gem_parallel
+from gem_parallel import engine_report
+from gem_parallel._src import engine_report as source
+
+FEATURES = [
+    "fbgemm",
+    "torch_fbgemm_pair",
+    "embeddings_cpu",
+    "embeddings_cuda",
+    "adam_cpu",
+    "rowwise_adagrad_weight_decay_cpu",
+    "nccl",
+    "gloo",
+]
+
+
+def test_report_here():
+    report = engine_report()
+    assert list(report) == FEATURES
+    for name in ("fbgemm", "torch_fbgemm_pair", "embeddings_cpu", "adam_cpu", "gloo"):
+        assert report[name].available, report[name]
+    for name, status in report.items():
+        assert status.feature == name
+        assert status.reason
+        assert bool(status.remedy) != status.available, status
+
+
+BLOCKED = """
+import sys
+sys.modules["fbgemm_gpu"] = None
+import gem_parallel
+report = gem_parallel.engine_report()
+assert not report["fbgemm"].available and not report["embeddings_cpu"].available
+table = gem_parallel.TableConfig(name="t", num_rows=4, dim=8)
+try:
+    gem_parallel.ShardedEmbeddings([table], [], optimizer=gem_parallel.SparseOptimizerConfig())
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_import_works_without_fbgemm_and_construction_says_what_to_install():
+    done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, check=True)
+    assert "ShardedEmbeddings: needs fbgemm-gpu" in done.stdout
+    assert "pip install 'fbgemm-gpu" in done.stdout
+
+
+def test_importing_the_package_does_not_import_fbgemm():
+    code = "import sys, gem_parallel; print('fbgemm_gpu' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "found", "available", "remedy"),
+    [
+        ("2.13.0+cpu", ("fbgemm-gpu-cpu", "1.8.0"), True, ""),
+        ("2.11.0+cu130", ("fbgemm-gpu", "1.6.0"), True, ""),
+        ("2.11.0", ("fbgemm-gpu-cpu", "1.8.0"), False, "==1.6.*'"),
+        ("2.12.1", ("fbgemm-gpu-cpu", "1.7.0"), False, "pip install 'torch==2.13.*'"),
+        ("2.13.0", None, False, "==1.8.*'"),
+    ],
+)
+def test_pairs(monkeypatch, torch_version, found, available, remedy):
+    monkeypatch.setattr(source.torch, "__version__", torch_version)
+    monkeypatch.setattr(source, "installed_fbgemm", lambda: found)
+    status = engine_report()["torch_fbgemm_pair"]
+    assert status.available == available
+    assert remedy in status.remedy
+    assert bool(status.remedy) != available
+
+
+def test_public_module_is_the_same():
+    assert gem_parallel.engines.engine_report is engine_report

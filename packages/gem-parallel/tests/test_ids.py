@@ -1,0 +1,211 @@
+"""Bad ids, bad offsets, bad arguments: what is refused, dropped, clamped and counted."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from gem_parallel import FeatureConfig, ShardedEmbeddings, SparseOptimizerConfig, TableConfig
+
+BIG = 2**63 - 1
+ROWS = 10
+
+
+def ids_of(*bags):
+    values = torch.tensor([each for bag in bags for each in bag], dtype=torch.int64)
+    return values, torch.tensor([0, *[len(bag) for bag in bags]]).cumsum(0)
+
+
+def make(policy, kind="sgd", pooling="none", **options):
+    """The checked table `t` lies between two canaries of the same dim, so before and after it in one engine's order."""
+    tables = [
+        TableConfig(name="before", num_rows=3, dim=8),
+        TableConfig(name="t", num_rows=ROWS, dim=8),
+        TableConfig(name="after", num_rows=3, dim=8),
+    ]
+    features = [FeatureConfig(name=name, table=name) for name in ("before", "after")]
+    features += [FeatureConfig(name=name, table="t", pooling=pooling) for name in ("x", "y")]
+    optimizer = SparseOptimizerConfig(kind=kind, learning_rate=0.5, **options)
+    return ShardedEmbeddings(tables, features, optimizer=optimizer, id_policy=policy)
+
+
+def copied(module):
+    return {key: value.clone() for key, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("bad", [-1, ROWS, BIG, -BIG - 1])
+def test_error_names_everything_and_changes_nothing(bad):
+    module = make("error")
+    before = copied(module)
+    with pytest.raises(IndexError) as info:
+        module.exchange({"x": ids_of([1], [ROWS - 1]), "y": ids_of([2, bad, 3, bad])})
+    text = str(info.value)
+    for part in ("exchange:", "feature 'y'", "table 't'", f"num_rows={ROWS}", f"got {bad} ", "2 such ids", "id_policy"):
+        assert part in text, text
+    assert module.out_of_range_counts() == {
+        ("before", "before"): 0,
+        ("after", "after"): 0,
+        ("t", "x"): 0,
+        ("t", "y"): 2,
+    }
+    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+    # the module goes on
+    module.lookup(module.exchange({"x": ids_of([ROWS - 1, 0])}))
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
+@pytest.mark.parametrize("pooling", ["sum", "mean", "none"])
+def test_drop_gives_zeros_and_no_gradient(kind, pooling):
+    """A dropped id leaves all rows as if its occurrence were a zero row; twice, so that moments are met again."""
+    decay = {"weight_decay": 0.1} if kind in ("adam", "rowwise_adagrad") else {}
+    module = make("drop", kind, pooling, **decay)
+    twin = make("drop", kind, pooling, **decay)
+    table = module.state_dict()["tables.t.weight"]
+    for step in range(2):
+        rows = table.clone()
+        out = module.lookup(module.exchange({"x": ids_of([4, -1, ROWS], [BIG])}))["x"]
+        if pooling == "none":
+            assert torch.equal(out.detach(), torch.stack([rows[4], *[torch.zeros(8)] * 3]))
+            upstream = torch.ones_like(out)
+        else:
+            divisor = 3 if pooling == "mean" else 1
+            assert torch.equal(out.detach(), torch.stack([rows[4] / divisor, torch.zeros(8)]))
+            upstream = torch.ones_like(out) * divisor
+        out.backward(upstream)
+        twin_out = twin.lookup(twin.exchange({"x": ids_of([4])}))["x"]
+        twin_out.backward(torch.ones_like(twin_out))
+        assert module.out_of_range_counts()["t", "x"] == 3 * (step + 1)
+    for key, value in module.state_dict().items():
+        torch.testing.assert_close(value, twin.state_dict()[key])
+    assert not torch.equal(module.state_dict()["tables.t.weight"][4], make("drop").state_dict()["tables.t.weight"][4])
+
+
+def test_clamp_takes_the_nearest_row():
+    module = make("clamp")
+    rows = module.state_dict()["tables.t.weight"].clone()
+    out = module.lookup(module.exchange({"x": ids_of([-5, 3, ROWS, BIG])}))["x"]
+    assert torch.equal(out.detach(), rows[[0, 3, ROWS - 1, ROWS - 1]])
+    out.backward(torch.ones_like(out))
+    torch.testing.assert_close(rows - module.state_dict()["tables.t.weight"], _moved({0: 0.5, 3: 0.5, ROWS - 1: 1.0}))
+    assert module.out_of_range_counts()["t", "x"] == 3
+
+
+def _moved(by_row):
+    found = torch.zeros(ROWS, 8)
+    for row, amount in by_row.items():
+        found[row] = amount
+    return found
+
+
+@pytest.mark.parametrize("policy", ["drop", "clamp"])
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad", "adam"])
+def test_neighbouring_tables_are_not_touched(policy, kind):
+    module = make(policy, kind)
+    before = copied(module)
+    out = module.lookup(module.exchange({"x": ids_of([-1, ROWS, BIG, -BIG - 1])}))["x"]
+    out.square().sum().backward()
+    after = module.state_dict()
+    for key in before:
+        if "before" in key or "after" in key:
+            assert key.endswith("step") or torch.equal(after[key], before[key]), key
+
+
+@dataclass(frozen=True)
+class Refused:
+    id: str
+    ids: object
+    error: type
+    text: str
+
+
+REFUSED = [
+    Refused("unknown feature", {"z": ids_of([1])}, ValueError, r"got 'z'; the features are after, before, x, y"),
+    Refused("not a pair", {"x": torch.zeros(2)}, TypeError, r"`ids\['x'\]` must be a pair"),
+    Refused("list", {"x": ([1], torch.tensor([0, 1]))}, TypeError, "values of feature 'x' must be a Tensor, got list"),
+    Refused("int32", {"x": (torch.zeros(1).int(), torch.tensor([0, 1]))}, TypeError, "must be int64, got torch.int32"),
+    Refused("float offsets", {"x": (torch.tensor([1]), torch.tensor([0.0, 1.0]))}, TypeError, "offsets of feature 'x'"),
+    Refused("2-D", {"x": (torch.zeros(1, 1).long(), torch.tensor([0, 1]))}, ValueError, r"got shape \(1, 1\)"),
+    Refused(
+        "meta", {"x": (torch.zeros(1, device="meta").long(), torch.tensor([0, 1]))}, ValueError, "device cpu, got meta"
+    ),
+    Refused("no offsets", {"x": (torch.zeros(0).long(), torch.zeros(0).long())}, ValueError, r"hold num_bags \+ 1"),
+    Refused("start", {"x": (torch.tensor([1, 2]), torch.tensor([1, 2]))}, ValueError, "got 1 places"),
+    Refused("end", {"x": (torch.tensor([1, 2]), torch.tensor([0, 1]))}, ValueError, "got 1 places"),
+    Refused("past the end", {"x": (torch.tensor([1, 2]), torch.tensor([0, 3]))}, ValueError, "got 1 places"),
+    Refused("falling", {"x": (torch.tensor([1, 2]), torch.tensor([0, 2, 1, 2]))}, ValueError, "got 1 places"),
+    Refused(
+        "second feature",
+        {"x": ids_of([1], [2]), "y": (torch.tensor([1, 2]), torch.tensor([1, 0, 3]))},
+        ValueError,
+        "got 3 places",
+    ),
+]
+
+
+@pytest.mark.parametrize("policy", ["error", "drop", "clamp"])
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.id)
+def test_refused_batches(case, policy):
+    module = make(policy)
+    with pytest.raises(case.error, match=case.text):
+        module.exchange(case.ids)
+
+
+TABLE = {"name": "t", "num_rows": 4, "dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"dim": 6}, ValueError, "`dim` must be a multiple of 4 .* got 6; use 8"),
+        ({"dim": 1028}, ValueError, "`dim` must be at most 1024 .* got 1028; split the columns over 2 tables"),
+        ({"dim": 0}, ValueError, "`dim` must lie in"),
+        ({"num_rows": 0}, ValueError, r"`num_rows` must lie in \[1, 2147483646\], got 0"),
+        ({"num_rows": 1.5}, TypeError, "`num_rows` must be an int, got float"),
+        ({"placement": "rows"}, ValueError, "`placement` must be one of auto, table_wise, row_wise, got 'rows'"),
+        ({"init_std": -1.0}, ValueError, "`init_std` must be finite and at least 0, got -1.0"),
+        ({"name": ""}, ValueError, "`name` must be a non-empty name"),
+        ({"name": 3}, TypeError, "`name` must be a str, got int"),
+    ],
+)
+def test_table_refuses(changes, error, text):
+    with pytest.raises(error, match=text):
+        TableConfig(**{**TABLE, **changes})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"kind": "rmsprop"}, "`kind` must be one of rowwise_adagrad, adagrad, adam, sgd, got 'rmsprop'"),
+        ({"learning_rate": float("nan")}, "`learning_rate` must be finite"),
+        ({"eps": 0.0}, "`eps` must be finite and above 0"),
+        ({"beta1": 1.0}, r"`beta1` must lie in \[0, 1\), got 1.0"),
+        ({"kind": "sgd", "weight_decay": 0.1}, "`weight_decay` must be 0 for kind 'sgd', got 0.1"),
+    ],
+)
+def test_optimizer_refuses(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        SparseOptimizerConfig(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("tables", "features", "options", "text"),
+    [
+        ([], [], {}, "`tables` must hold at least one"),
+        (["t", "t"], [], {}, "names in `tables` must be unique, got 't' twice"),
+        (["t"], [("f", "t"), ("f", "t")], {}, "names in `features` must be unique, got 'f' twice"),
+        (["t"], [("f", "u")], {}, "feature 'f' must name a table of `tables`, got 'u'; the tables are t"),
+        (["t"], [], {"id_policy": "ignore"}, "`id_policy` must be one of error, drop, clamp, got 'ignore'"),
+        (["t"], [], {"weight_dtype": torch.bfloat16}, "`weight_dtype` must be torch.float32 or torch.float16"),
+        (["t"], [], {"device": "meta"}, "`device` must be a CPU or CUDA device, got meta"),
+    ],
+)
+def test_module_refuses(tables, features, options, text):
+    with pytest.raises(ValueError, match=text):
+        ShardedEmbeddings(
+            [TableConfig(**{**TABLE, "name": name}) for name in tables],
+            [FeatureConfig(name=name, table=table) for name, table in features],
+            optimizer=SparseOptimizerConfig(),
+            **options,
+        )
+    with pytest.raises(ValueError, match="`pooling` must be one of sum, mean, none, got 'max'"):
+        FeatureConfig(name="f", table="t", pooling="max")

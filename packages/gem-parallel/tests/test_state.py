@@ -1,0 +1,91 @@
+"""State dicts in one process."""
+
+import pytest
+import torch
+from torch import nn
+
+from gem_parallel import FeatureConfig, ShardedEmbeddings, SparseOptimizerConfig, TableConfig
+
+NAMES = {
+    "sgd": ["weight"],
+    "adagrad": ["weight", "sum"],
+    "rowwise_adagrad": ["weight", "sum"],
+    "adam": ["weight", "exp_avg", "exp_avg_sq", "step"],
+}
+
+
+def make(kind, seed=0, rows=10):
+    tables = [TableConfig(name="a", num_rows=rows, dim=8), TableConfig(name="b", num_rows=1, dim=4)]
+    features = [FeatureConfig(name="fa", table="a"), FeatureConfig(name="fb", table="b")]
+    return ShardedEmbeddings(tables, features, optimizer=SparseOptimizerConfig(kind=kind), seed=seed)
+
+
+def step(module):
+    batch = {
+        "fa": (torch.tensor([1, 2, 2]), torch.tensor([0, 2, 3])),
+        "fb": (torch.tensor([0]), torch.tensor([0, 1, 1])),
+    }
+    sum(each.square().sum() for each in module.lookup(module.exchange(batch)).values()).backward()
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_continues_as_if_never_saved(kind):
+    module, plain = make(kind), make(kind)
+    for each in (module, plain):
+        step(each)
+    state = {key: value.clone() for key, value in module.state_dict().items()}
+    assert sorted(state) == sorted(f"tables.{table}.{name}" for table in "ab" for name in NAMES[kind])
+    shapes = {"weight": (10, 8), "exp_avg": (10, 8), "exp_avg_sq": (10, 8), "step": ()}
+    shapes["sum"] = (10,) if kind == "rowwise_adagrad" else (10, 8)
+    assert {key: tuple(state[key].shape) for key in state if ".a." in key} == {
+        f"tables.a.{name}": shapes[name] for name in NAMES[kind]
+    }
+    other = make(kind, seed=9)
+    assert other.load_state_dict(state) == ([], [])
+    for each in (other, plain):
+        step(each)
+    for key, value in plain.state_dict().items():
+        assert torch.equal(other.state_dict()[key], value), key
+
+
+def test_inside_another_module():
+    class Model(nn.Module):
+        def __init__(self, seed):
+            super().__init__()
+            self.sparse = make("adam", seed)
+            self.dense = nn.Linear(2, 2)
+
+    first, second = Model(0), Model(1)
+    step(first.sparse)
+    second.load_state_dict(first.state_dict())
+    assert "sparse.tables.a.weight" in first.state_dict()
+    for key, value in first.state_dict().items():
+        assert torch.equal(second.state_dict()[key], value), key
+
+
+def test_state_dict_shares_memory_with_the_tables():
+    """As for any module; a checkpointer that writes in the background copies first."""
+    module = make("sgd")
+    weight = module.state_dict()["tables.a.weight"]
+    before = weight.clone()
+    step(module)
+    assert not torch.equal(weight, before)
+
+
+def test_refusals_change_nothing():
+    module = make("adam")
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    state = {key: value + 1 for key, value in before.items()}
+
+    def refused(text, **changes):
+        changed = {key: value for key, value in {**state, **changes}.items() if value is not None}
+        with pytest.raises(RuntimeError, match=text):
+            module.load_state_dict(changed)
+        assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items()), text
+
+    refused(r"must have shape \(10, 8\), got \(9, 8\)", **{"tables.a.weight": torch.zeros(9, 8)})
+    refused("must be a tensor, got int", **{"tables.a.weight": 3})
+    refused(r"Unexpected key.*tables\.c\.weight", **{"tables.c.weight": torch.zeros(1, 4)})
+    refused(r"Missing key.*tables\.a\.exp_avg", **{"tables.a.exp_avg": None})
+    refused(r"Missing key.*tables\.b\.step", **{"tables.b.step": None})
+    refused("the steps of all tables must be equal", **{"tables.b.step": torch.tensor(7)})
