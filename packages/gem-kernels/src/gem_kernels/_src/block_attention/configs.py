@@ -30,13 +30,16 @@ def select(direction: Direction, dtype: torch.dtype, block_size: int, head_dim: 
     Chosen so that no variant spills registers on sm_90 and sm_100 and all fit the 99 KiB of shared memory that the
     small GPUs of sm_86 and sm_89 give a block.
     """
-    largest = 64 if block_size == 128 and direction == "backward" else 128
+    widest = max(power_of_two(head_dim), power_of_two(head_dim_v))
+    largest_d = largest_dv = 128
     if dtype == torch.float32:
         # Full float32 products keep their operands in registers.
-        largest = 16
-    widest = max(power_of_two(head_dim), power_of_two(head_dim_v))
+        largest_d = largest_dv = 16
+    elif block_size == 128 and direction == "backward":
+        # Two (128, 128) tiles stay in registers all along; what is left holds no wide product beside them.
+        largest_d, largest_dv = 64, 64 if widest <= 64 else 32
     return ChunkConfig(
-        block_d=min(power_of_two(head_dim), largest),
-        block_dv=min(power_of_two(head_dim_v), largest),
+        block_d=min(power_of_two(head_dim), largest_d),
+        block_dv=min(power_of_two(head_dim_v), largest_dv),
         num_warps=8 if block_size == 128 or (widest > 128 and block_size == 64) else 4,
     )

@@ -1,0 +1,76 @@
+"""The kernel variants of block attention that the compile test builds without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gem_kernels._src.attention.configs import precision_of
+from gem_kernels._src.block_attention.backward import _block_attention_bwd_kernel
+from gem_kernels._src.block_attention.configs import Direction, select
+from gem_kernels._src.block_attention.forward import _block_attention_fwd_kernel
+from gem_kernels._src.compile_spec import CompileSpec
+
+_KERNELS = {"forward": _block_attention_fwd_kernel, "backward": _block_attention_bwd_kernel}
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+# (block size, D, query heads per key head): every chunking and warp count of ``select``, a head dim that is not a power
+# of two, and grouped heads, whose key gradients are float32.
+_SHAPES: dict[Direction, tuple[tuple[int, int, int], ...]] = {
+    "forward": ((32, 16, 1), (64, 96, 1), (64, 128, 1), (64, 256, 1), (128, 256, 1)),
+    "backward": (
+        (32, 128, 1),
+        (64, 32, 1),
+        (64, 96, 1),
+        (64, 128, 1),
+        (64, 128, 2),
+        (64, 256, 1),
+        (128, 64, 1),
+        (128, 128, 1),
+        (128, 256, 1),
+    ),
+}
+
+
+def _spec(direction: Direction, dtype: torch.dtype, block_size: int, head_dim: int, group: int) -> CompileSpec:
+    config = select(direction, dtype, block_size, head_dim, head_dim)
+    kernel = _KERNELS[direction]
+    constexprs = {
+        "GROUP": group,
+        "D": head_dim,
+        "D_V": head_dim,
+        "BLOCK": block_size,
+        "BLOCK_D": config.block_d,
+        "BLOCK_DV": config.block_dv,
+        "PRECISION": precision_of(dtype),
+    }
+    signature = {}
+    for name in kernel.arg_names:
+        if name in constexprs:
+            continue
+        if name == "offsets_ptr":
+            signature[name] = "*i64"
+        elif name in ("dk_ptr", "dv_ptr") and group > 1:
+            signature[name] = "*fp32"
+        elif name.endswith("_ptr"):
+            signature[name] = f"*{_NAMES[dtype]}"
+        else:
+            signature[name] = "fp32" if name.startswith("scale") else "i32"
+    return CompileSpec(
+        id=f"{direction}-{_NAMES[dtype]}-block{block_size}-D{head_dim}" + (f"-group{group}" if group > 1 else ""),
+        kernel=kernel,
+        signature=signature,
+        constexprs=constexprs,
+        aligned=tuple(name for name in signature if name.endswith("_ptr") or name.startswith("stride")),
+        num_warps=config.num_warps,
+        num_stages=1,
+    )
+
+
+def compile_specs() -> Sequence[CompileSpec]:
+    """Forward and backward in bfloat16, and one shape of each in float16, whose code differs in the dtype only."""
+    specs = []
+    for direction, shapes in _SHAPES.items():
+        specs += [_spec(direction, torch.bfloat16, *shape) for shape in shapes]
+        specs.append(_spec(direction, torch.float16, 64, 64, 1))
+    return specs

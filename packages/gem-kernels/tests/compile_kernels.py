@@ -1,0 +1,85 @@
+"""Compile every kernel variant that the ops name, for GPUs that need not be here; one JSON line per variant on stdout.
+
+Arguments, if any, are the ops to compile: ``python tests/compile_kernels.py block_attention``.
+
+Run in a process of its own: once triton is imported for its interpreter, it compiles nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def modules_with_specs() -> Iterator[tuple[str, object]]:
+    """(op, module) of every ``gem_kernels._src.<op>`` module that offers ``compile_specs``."""
+    import gem_kernels._src as root
+
+    for info in pkgutil.walk_packages(root.__path__, f"{root.__name__}."):
+        if info.ispkg:
+            continue
+        module = importlib.import_module(info.name)
+        function = getattr(module, "compile_specs", None)
+        if function is not None and function.__module__ == info.name:
+            yield info.name.removeprefix(f"{root.__name__}.").split(".")[0], module
+
+
+def resources(cubin: bytes, cuobjdump: str) -> tuple[int, int]:
+    """(registers, bytes of local memory) per thread of a compiled kernel."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        text = subprocess.run([cuobjdump, "-res-usage", str(path)], check=True, capture_output=True, text=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text.stdout + text.stderr)
+    if found is None:
+        raise RuntimeError(f"cuobjdump printed no resource usage: {text.stdout}{text.stderr}")
+    return int(found[1]), int(found[2])
+
+
+def main() -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
+    # What Triton 3.9 does when it is unset, without its warning.
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    cuobjdump = triton.knobs.nvidia.cuobjdump.path
+    chosen = sys.argv[1:]
+    for op, module in modules_with_specs():
+        if chosen and op not in chosen:
+            continue
+        for spec in module.compile_specs():
+            names = spec.kernel.arg_names
+            source = ASTSource(
+                fn=spec.kernel,
+                signature={name: spec.signature.get(name, "constexpr") for name in names},
+                constexprs=dict(spec.constexprs),
+                attrs={(names.index(name),): [["tt.divisibility", 16]] for name in spec.aligned},
+            )
+            options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages}
+            for target in spec.targets:
+                row = {"op": op, "id": spec.id, "target": target, "max_spill_bytes": spec.max_spill_bytes}
+                start = time.perf_counter()
+                try:
+                    kernel = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+                    row["shared_bytes"] = kernel.metadata.shared
+                    row["registers"], row["spill_bytes"] = resources(kernel.asm["cubin"], cuobjdump)
+                except Exception as error:
+                    row["error"] = f"{type(error).__name__}: {error}"[:2000]
+                row["seconds"] = round(time.perf_counter() - start, 3)
+                sys.stdout.write(json.dumps(row) + "\n")
+                sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
