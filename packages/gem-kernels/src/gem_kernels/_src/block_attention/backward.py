@@ -118,6 +118,9 @@ def _launch_float32_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block_size: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """By jagged attention over the blocks as sequences, as in the forward, whose output is computed again."""
+    if scale < 0:
+        dq, dk, dv = _launch_float32_backward(do, -q, k, v, offsets, block_size, -scale)
+        return dq.neg_(), dk, dv
     out, lse = launch_float32_forward(q, k, v, offsets, block_size, scale)
     blocks = block_offsets(offsets, q.shape[0], block_size)
     return launch_jagged_backward(do, None, q, k, v, out, lse, blocks, blocks, block_size, block_size, scale, -1, -1)

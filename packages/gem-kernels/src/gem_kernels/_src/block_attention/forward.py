@@ -89,6 +89,9 @@ def launch_float32_forward(
     jagged attention do.
     """
     blocks = block_offsets(offsets, q.shape[0], block_size)
+    if scale < 0:
+        # The online softmax scales a maximum of scores, which is one only under a positive scale.
+        q, scale = -q, -scale
     return launch_jagged_forward(q, k, v, blocks, blocks, block_size, block_size, scale, -1, -1)
 
 
