@@ -17,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 WORKER = Path(__file__).with_name("rank_worker.py")
 TIMEOUT_S = 240
+# Imported once by the process that all ranks are forked from.
+PRELOAD = ["torch.distributed.fsdp", "gem_parallel", "fbgemm_gpu.split_table_batched_embeddings_ops_training"]
 
 
 def pytest_collection_modifyitems(items):
@@ -32,7 +34,7 @@ def run_ranks(path: Path, function: str, world_size: int, folder: Path, **argume
     """Run `function(rank, world_size, folder, **arguments)` of the file `path` on `world_size` ranks; their results."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp"])
+    context.set_forkserver_preload(PRELOAD)
     folder.mkdir(parents=True, exist_ok=True)
     run = folder / f"{function}-{world_size}-{time.monotonic_ns()}"
     run.mkdir()

@@ -46,12 +46,10 @@ class Assemble(torch.autograd.Function):
         requests: Sequence[GroupRequest],
         blocks: Sequence[RowBlock],
         process_group: dist.ProcessGroup | None,
-        zero_dropped: bool,
         *rows: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.requests, ctx.blocks, ctx.process_group = requests, blocks, process_group
-        ctx.zero_dropped = zero_dropped
         ctx.shapes = [block_rows.shape for block_rows in rows]
         outputs: list[Tensor] = []
         for index, request in enumerate(requests):
@@ -75,19 +73,20 @@ class Assemble(torch.autograd.Function):
             places = [at for at, block in enumerate(ctx.blocks) if block.group == index]
             blocks = [ctx.blocks[at] for at in places]
             if request.route is None:
-                parts = _local_gradients(request, blocks, [ctx.shapes[at] for at in places], mine, ctx.zero_dropped)
+                parts = _local_gradients(request, blocks, [ctx.shapes[at] for at in places], mine)
             else:
                 parts = _routed_gradients(request, blocks, mine, ctx.process_group)
             for at, part in zip(places, parts, strict=True):
                 found[at] = part
-        return (None, None, None, None, None, *found)
+        return (None, None, None, None, *found)
 
 
 def _pool(rows: Tensor, index: Tensor, feature: FeatureIds) -> Tensor:
     """Sum or mean of ``rows[index]`` over the feature's bags."""
     if index.numel() == 0:
         return rows.new_zeros(feature.num_bags, rows.shape[1])
-    return F.embedding_bag(index, rows, feature.offsets, mode=feature.slot.config.pooling, include_last_offset=True)
+    total = F.embedding_bag(index, rows, feature.offsets, mode="sum", include_last_offset=True)
+    return _scaled(total, feature, feature.offsets.diff())
 
 
 def _local_outputs(request: GroupRequest, blocks: Sequence[tuple[RowBlock, Tensor]]) -> list[Tensor]:
@@ -136,10 +135,11 @@ def _bag_of_value(feature: FeatureIds) -> tuple[Tensor, Tensor]:
     return lengths, torch.repeat_interleave(bags, lengths, output_size=feature.end - feature.start)
 
 
-def _scaled(grad: Tensor, feature: FeatureIds, lengths: Tensor) -> Tensor:
+def _scaled(value: Tensor, feature: FeatureIds, lengths: Tensor) -> Tensor:
+    """A mean's share of a bag's sum, and of its gradient."""
     if feature.slot.config.pooling == "sum":
-        return grad
-    return grad / lengths.clamp(min=1).unsqueeze(1)
+        return value
+    return value / lengths.clamp(min=1).unsqueeze(1)
 
 
 def _local_gradients(
@@ -147,7 +147,6 @@ def _local_gradients(
     blocks: Sequence[RowBlock],
     shapes: Sequence[torch.Size],
     grads: Sequence[Tensor | None],
-    zero_dropped: bool,
 ) -> list[Tensor]:
     """Gradient of each block's rows, one per id: the engines sum over equal ids themselves."""
     device = request.rows.device
@@ -162,17 +161,6 @@ def _local_gradients(
         else:
             lengths, bag = _bag_of_value(feature)
             torch.index_select(_scaled(grad, feature, lengths).contiguous(), 0, bag, out=part)
-    if zero_dropped:
-        # The scratch row must not learn.
-        for block, part in zip(blocks, found, strict=True):
-            rows = request.ids.group.tables[block.first_table : block.first_table + block.num_tables]
-            limits = [shard.config.num_rows for shard in rows]
-            counts = request.counts[block.first_table : block.first_table + block.num_tables]
-            start = block.start
-            for limit, count in zip(limits, counts, strict=True):
-                dropped = request.rows[start : start + count] == limit
-                part[start - block.start : start - block.start + count].masked_fill_(dropped.unsqueeze(1), 0.0)
-                start += count
     return found
 
 

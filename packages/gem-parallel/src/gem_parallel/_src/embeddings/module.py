@@ -23,6 +23,7 @@ from gem_parallel._src.embeddings.faults import raise_local, raise_ranks
 from gem_parallel._src.embeddings.ids import BatchReport, flatten_ids
 from gem_parallel._src.embeddings.initial import fill_initial
 from gem_parallel._src.embeddings.layout import Group, TableShard, make_groups, make_shards
+from gem_parallel._src.embeddings.local import pooled_outputs
 from gem_parallel._src.embeddings.lookup import Assemble, RowBlock
 from gem_parallel._src.embeddings.pending import DeviceVector, GroupRequest, Pending
 from gem_parallel._src.embeddings.state import load_tables, save_tables
@@ -176,20 +177,33 @@ class ShardedEmbeddings(nn.Module):
         training = self.training and torch.is_grad_enabled()
         if training:
             self._step += 1
+        step = self._step if training else None
+        if self.id_policy == "drop" and self._exchanger is None:
+            for engines in self._engines:
+                for engine in engines:
+                    engine.clear_scratch()
+        outputs: list[Tensor] = []
+        if self._exchanger is None and self.device.type == "cpu":
+            for request, engines in zip(pending.requests, self._engines, strict=True):
+                outputs += pooled_outputs(request, engines, step, self._anchor)
+        else:
+            outputs += self._assembled_outputs(pending, step)
+        names = [feature.slot.config.name for request in pending.requests for feature in request.ids.features]
+        by_name = dict(zip(names, outputs, strict=True))
+        return {feature.name: by_name[feature.name] for feature in self.features if feature.name in by_name}
+
+    def _assembled_outputs(self, pending: Pending, step: int | None) -> Sequence[Tensor]:
         blocks, rows = [], []
         for index, (request, engines) in enumerate(zip(pending.requests, self._engines, strict=True)):
-            for block, found in self._lookup_group(index, request, engines, training):
+            for block, found in self._lookup_group(index, request, engines, step):
                 blocks.append(block)
                 rows.append(found)
         group = None if self._exchanger is None else self._exchanger.process_group
-        with torch.set_grad_enabled(training):
-            outputs = Assemble.apply(self._anchor, pending.requests, blocks, group, self.id_policy == "drop", *rows)
-        names = [feature.slot.config.name for request in pending.requests for feature in request.ids.features]
-        found_by_name = dict(zip(names, outputs, strict=True))
-        return {feature.name: found_by_name[feature.name] for feature in self.features if feature.name in found_by_name}
+        with torch.set_grad_enabled(step is not None):
+            return Assemble.apply(self._anchor, pending.requests, blocks, group, *rows)
 
     def _lookup_group(
-        self, index: int, request: GroupRequest, engines: Sequence[Engine], training: bool
+        self, index: int, request: GroupRequest, engines: Sequence[Engine], step: int | None
     ) -> list[tuple[RowBlock, Tensor]]:
         ids = request.rows
         if request.route is not None and request.route.by_table is not None:
@@ -201,7 +215,7 @@ class ShardedEmbeddings(nn.Module):
             total = sum(counts)
             block = RowBlock(group=index, first_table=table, num_tables=engine.num_tables, start=start)
             if total:
-                rows = engine.lookup(ids[start : start + total], counts, self._step if training else None)
+                rows = engine.lookup(ids[start : start + total], counts, None, step)
             else:
                 # No kernel sees an empty batch.
                 rows = torch.zeros(0, request.ids.group.dim, device=self.device)

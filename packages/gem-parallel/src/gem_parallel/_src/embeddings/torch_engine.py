@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -24,26 +25,30 @@ def needs_torch_engine(optimizer: SparseOptimizerConfig) -> bool:
 
 
 class _Rows(torch.autograd.Function):
-    """Gather whose backward updates the rows instead of giving a gradient."""
+    """Gather, and sum over bags, whose backward updates the rows instead of giving a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, engine: TorchEngine, ids: Tensor, step: int) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, engine: TorchEngine, ids: Tensor, bags: Tensor | None, step: int) -> Tensor:
         ctx.engine, ctx.step, ctx.learning_rate = engine, step, engine.learning_rate
-        ctx.save_for_backward(ids)
-        return engine.gather(ids)
+        ctx.save_for_backward(ids, bags)
+        return engine.gather(ids, bags)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
-        (ids,) = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None, None]:
+        ids, bags = ctx.saved_tensors
+        if bags is not None:
+            lengths = bags.diff()
+            grad = grad.index_select(0, torch.repeat_interleave(torch.arange(lengths.numel()), lengths))
         ctx.engine.update(ids, grad, ctx.step, ctx.learning_rate)
-        return None, None, None, None
+        return None, None, None, None, None
 
 
 class TorchEngine:
     """One table; moments in float32, equal ids summed in batch order."""
 
     num_tables = 1
+    pools = True
 
     def __init__(
         self,
@@ -64,15 +69,23 @@ class TorchEngine:
         self._moments = {name: torch.zeros(shape, device=device) for name in state_names(optimizer.kind)}
         self._anchor = torch.zeros(0, device=device, requires_grad=True)
 
-    def gather(self, ids: Tensor) -> Tensor:
-        return self._weight.index_select(0, ids).float()
+    def gather(self, ids: Tensor, bags: Tensor | None) -> Tensor:
+        if bags is None:
+            return self._weight.index_select(0, ids).float()
+        rows = self._weight
+        if rows.dtype != torch.float32:
+            ids, rows = torch.arange(ids.numel()), rows.index_select(0, ids).float()
+        return F.embedding_bag(ids, rows, bags, mode="sum", include_last_offset=True)
 
-    def lookup(self, ids: Tensor, counts: Sequence[int], step: int | None) -> Tensor:
+    def lookup(self, ids: Tensor, counts: Sequence[int], bags: Tensor | None, step: int | None) -> Tensor:
         if step is None:
             with torch.no_grad():
-                return self.gather(ids)
-        rows: Tensor = _Rows.apply(self._anchor, self, ids, step)
+                return self.gather(ids, bags)
+        rows: Tensor = _Rows.apply(self._anchor, self, ids, bags, step)
         return rows
+
+    def clear_scratch(self) -> None:
+        self._weight[-1].zero_()
 
     @torch.no_grad()
     def update(self, ids: Tensor, grad: Tensor, step: int, learning_rate: float) -> None:
