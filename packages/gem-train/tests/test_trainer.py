@@ -73,9 +73,14 @@ class Loss(NamedTuple):
     total: Tensor
 
 
+class Part(NamedTuple):
+    forward: float
+
+
 class Flops(NamedTuple):
     forward: float
     total: float
+    by_module: dict[str, Part]
 
 
 class ToyModel(nn.Module):
@@ -98,7 +103,7 @@ class ToyModel(nn.Module):
 
     def flops(self, batch: Any) -> Flops:
         forward = 2.0 * batch.num_samples * sum(p.numel() for p in self.mlp.parameters() if p.ndim == 2)
-        return Flops(forward, 3.0 * forward)
+        return Flops(forward, 3.0 * forward, {"mlp": Part(forward)})
 
 
 CONFIG = TrainerConfig(learning_rate=2e-2, warmup_steps=4, log_interval=4, decay="linear", seed=3)
@@ -175,6 +180,9 @@ def test_it_learns_and_counts_every_sample(events: EventLog, tmp_path: Path, ope
         "phase": "end", "step": result.step, "samples": result.samples, "seconds": 0, "reason": "finished"
     }  # fmt: skip
     assert all(sum(r["time"].values()) == pytest.approx(r["seconds"], rel=0.05) for r in train)
+    per_sample = 2.0 * sum(p.numel() for p in trainer.model.parameters() if p.ndim == 2)
+    assert sum(r["flops"]["mlp"] for r in train) == per_sample * result.samples
+    assert all(r["flops_per_sample"] == pytest.approx(3.0 * per_sample) for r in train)
     assert any((tmp_path / "tensorboard").iterdir())
 
 

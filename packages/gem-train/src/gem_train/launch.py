@@ -176,6 +176,7 @@ def _start(command: Sequence[str], rank: int, size: int, directory: Path) -> sub
     loopback: Literal["lo", "lo0"] = "lo0" if sys.platform == "darwin" else "lo"
     environment = {
         "OMP_NUM_THREADS": str(threads_per_process(size)),
+        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads would take the cores from the other processes
         "GLOO_SOCKET_IFNAME": loopback,
         "NCCL_SOCKET_IFNAME": loopback,
         **os.environ,

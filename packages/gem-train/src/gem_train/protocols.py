@@ -15,6 +15,7 @@ __all__ = [
     "EmbeddingModule",
     "FlopCount",
     "Loss",
+    "ModuleFlops",
     "Pending",
     "SequenceView",
     "TrainableModel",
@@ -129,8 +130,20 @@ class Loss(Protocol):
         """Scalar: weighted sum over the tasks, of the sums."""
 
 
+class ModuleFlops(Protocol):
+    """FLOPs of one module."""
+
+    @property
+    def forward(self) -> float:
+        """FLOPs of the forward pass."""
+
+
 class FlopCount(Protocol):
     """Model FLOPs of one batch from its true lengths."""
+
+    @property
+    def by_module(self) -> Mapping[str, ModuleFlops]:
+        """Module name -> what its own code does."""
 
     @property
     def forward(self) -> float:

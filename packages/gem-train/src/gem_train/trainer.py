@@ -253,8 +253,7 @@ class Trainer:
         self.step, self.samples = int(state["step"]), int(state["samples"])
 
     def _one_step(self, staged: Staged) -> None:
-        flops = self.model.flops(staged.host_batch)  # type: ignore[operator]
-        self._window.flops += float(flops.total)
+        self._window.add_flops(self.model.flops(staged.host_batch))  # type: ignore[operator]
         result = self._train_step(self.step, staged)
         self.step += 1
         self.samples += staged.num_samples

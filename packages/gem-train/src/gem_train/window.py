@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gem_train.metrics import BinaryMetrics
+from gem_train.protocols import FlopCount
 from gem_train.step import StepResult
 from gem_train.world import World
 
@@ -47,9 +48,8 @@ class Window:
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self._last_norm = torch.zeros((), dtype=torch.float32, device=world.device)
         self._samples = torch.zeros((), dtype=torch.int64)
-        self.flops = 0.0
-        """Model FLOPs of this rank."""
-        self.flops_by_module: dict[str, float] = {}
+        self._flops = 0.0
+        self._flops_by_module: dict[str, float] = {}
         self._began = time.perf_counter()
 
     def add(self, result: StepResult, labels: dict[str, Tensor], num_samples: int) -> None:
@@ -66,13 +66,23 @@ class Window:
         for task, metrics in self._metrics.items():
             metrics.update(result.logits[task].float(), labels[task])
 
+    def add_flops(self, flops: FlopCount) -> None:
+        """Adds the FLOPs of a step on this rank.
+
+        Args:
+            flops: From the model.
+        """
+        self._flops += flops.total
+        for name, part in flops.by_module.items():
+            self._flops_by_module[name] = self._flops_by_module.get(name, 0.0) + part.forward
+
     def close(self) -> WindowRecord:
         """Merges the window over the ranks, empties it, and gives its record. All ranks call it."""
         for metrics in self._metrics.values():
             if self._world.size > 1:
                 metrics.all_reduce()
         samples = int(self._samples)
-        totals = self._world.sum(torch.stack((self._loss.cpu(), torch.tensor(self.flops, dtype=torch.float64))))
+        totals = self._world.sum(torch.stack((self._loss.cpu(), torch.tensor(self._flops, dtype=torch.float64))))
         now = time.perf_counter()
         record = WindowRecord(
             seconds=now - self._began,
@@ -81,12 +91,12 @@ class Window:
             grad_norm=float(self._last_norm),
             tasks={task: metrics.compute() for task, metrics in self._metrics.items()},
             flops=float(totals[1]),
-            flops_by_module=self.flops_by_module,
+            flops_by_module=self._flops_by_module,
         )
         self._began = now
         self._loss.zero_()
         self._samples.zero_()
-        self.flops, self.flops_by_module = 0.0, {}
+        self._flops, self._flops_by_module = 0.0, {}
         for metrics in self._metrics.values():
             metrics.reset()
         return record

@@ -1,6 +1,7 @@
 """Arguments of the command `gem`, and how its errors are shown."""
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from collections.abc import Sequence
 from gem_train._version import __version__
 from gem_train.cli.output import complain
 from gem_train.errors import CheckpointError, NonFiniteError
-from gem_train.launch import report_worker_error
+from gem_train.launch import is_worker, report_worker_error, select_device
 
 __all__ = ["build_parser", "main"]
 
@@ -33,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(arguments)
     args.argv = arguments
     try:
+        if argv is None:
+            _wait_passively(args)
         return int(args.run(args))
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED, args.traceback)
@@ -47,6 +50,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if report_worker_error(f"{type(error).__name__}: {error}\n{traceback.format_exc()}"):
             return FAILURE
         raise
+
+
+def _wait_passively(args: argparse.Namespace) -> None:
+    """Starts this process anew with OMP_WAIT_POLICY=PASSIVE, for commands that compute on the CPU (Linux).
+
+    GNU OpenMP's threads spin while they wait. On cores shared with other programs, as on most CI machines, each
+    parallel region then waits for a time slice of a spinning thread, and a step takes up to a hundred times as long.
+    The library reads the variable when it is loaded, before this line can run.
+    """
+    computes = getattr(args, "device", None) is not None and getattr(args, "nproc", 1) == 1
+    if sys.platform != "linux" or not computes or is_worker() or "OMP_WAIT_POLICY" in os.environ:
+        return
+    if select_device(args.device).type == "cpu":
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"})
 
 
 def _fail(message: str, code: int, with_traceback: bool) -> int:

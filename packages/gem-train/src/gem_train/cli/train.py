@@ -222,7 +222,7 @@ def _stop_on_signal(tell: Callable[[str], None]) -> Iterator[list[int]]:
         if received and number == signal.SIGINT:
             raise KeyboardInterrupt
         received.append(number)
-        tell("stopping after this step with a checkpoint; press Ctrl-C again to stop at once")
+        tell("stopping after this step; press Ctrl-C again to stop at once")
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+
+from gem_train.data import EventLog, generate
+from gem_train.errors import ConfigError
+from gem_train.overrides import apply_overrides, field_values, parse_assignments
+from gem_train.recipes import RunConfig, build, get, names
+from gem_train.run_dir import CHANGEABLE, RunDirectory, RunRecord
+from gem_train.world import World
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inner:
+    name: str = "a"
+    size: int = 2
+    kinds: tuple[Literal["x", "y"], ...] = ("x", "y")
+
+    def __post_init__(self) -> None:
+        if len(self.kinds) != self.size:
+            raise ValueError(f"Inner: `kinds` must have `size` = {self.size} entries, got {len(self.kinds)}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outer:
+    rate: float = 0.1
+    steps: int | None = None
+    on: bool = False
+    mode: Literal["fast", "slow"] = "fast"
+    pair: tuple[int, float] = (1, 2.0)
+    text: str = ""
+    inner: Inner = Inner()
+    several: tuple[Inner, ...] = (Inner(), Inner(name="b"))
+
+
+@dataclass(frozen=True)
+class Good:
+    assignment: str
+    path: str
+    value: object
+
+
+GOOD = [
+    Good("rate=1e-3", "rate", 1e-3),
+    Good("steps=12", "steps", 12),
+    Good("steps=none", "steps", None),
+    Good("on=true", "on", True),
+    Good("mode=slow", "mode", "slow"),
+    Good("pair=3,4.5", "pair", (3, 4.5)),
+    Good("text=a=b", "text", "a=b"),
+    Good("several.b.name=c", "several.c.name", "c"),
+    Good("several.1.name=c", "several.c.name", "c"),
+]
+
+
+@pytest.mark.parametrize("case", GOOD, ids=lambda c: c.assignment)
+def test_overrides_are_typed(case: Good) -> None:
+    values = field_values(apply_overrides(Outer(), parse_assignments([case.assignment])))
+    assert values[case.path] == case.value
+    assert type(values[case.path]) is type(case.value)
+
+
+def test_fields_that_must_fit_change_together() -> None:
+    changed = apply_overrides(Outer(), {"inner.size": "3", "inner.kinds": "x,x,y", "rate": "2"})
+    assert changed.inner == Inner(size=3, kinds=("x", "x", "y"))
+    assert changed.rate == 2.0
+    with pytest.raises(ConfigError, match=r"--set inner\.size=3: Inner: `kinds` must have `size` = 3 entries, got 2"):
+        apply_overrides(Outer(), {"inner.size": "3"})
+
+
+BAD = [
+    ("rat=1", r"no field `rat`; the nearest are rate"),
+    ("inner.sise=1", r"no field `inner\.sise`; the nearest are inner\.size"),
+    ("inner=1", "no field `inner`"),
+    ("rate.x=1", r"no field `rate\.x`"),
+    ("several.z.name=1", r"no field `several\.z\.name`"),
+    ("several.9.name=1", r"no field `several\.9\.name`"),
+    ("size=1", r"the nearest are .*inner\.size"),
+    ("rate=fast", "`rate` takes a value of type float, got 'fast'"),
+    ("steps=1.5", r"`steps` takes a value of type int \| None, got '1\.5'"),
+    ("on=1", "`on` takes a value of type bool, got '1'"),
+    ("mode=medium", "`mode` must be one of fast, slow, got 'medium'"),
+    ("pair=1", "`pair` takes 2 values separated by commas, got '1'"),
+    ("inner.kinds=x,z", "`inner.kinds` must be one of x, y, got 'z'"),
+    ("rate", "must be NAME=VALUE, got 'rate'"),
+    ("=1", "must be NAME=VALUE"),
+]
+
+
+@pytest.mark.parametrize(("assignment", "message"), BAD, ids=[case[0] for case in BAD])
+def test_bad_overrides_say_what_is_wrong(assignment: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        apply_overrides(Outer(), parse_assignments([assignment]))
+
+
+def test_a_name_given_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="`rate` is given twice"):
+        parse_assignments(["rate=1", "rate=2"])
+
+
+@pytest.fixture(scope="module")
+def log() -> EventLog:
+    return generate(num_users=30, num_items=20, mean_events=10.0)
+
+
+def test_recipes_are_found_by_name() -> None:
+    assert names() == ("ml-latest-small", "ml-latest-2149u", "online-retail", "synthetic")
+    for name in names():
+        recipe = get(name)
+        assert recipe.name == name
+        assert recipe.summary
+    with pytest.raises(ConfigError, match="no recipe 'ml-latest-smal'; did you mean ml-latest-small"):
+        get("ml-latest-smal")
+    with pytest.raises(ConfigError, match="no recipe 'x'; the recipes are ml-latest-small,"):
+        get("x")
+
+
+def test_data_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"directory of ml-latest-small must exist, got 'data/ml-latest-small'; name"):
+        get("ml-latest-small").directory(None)
+    (tmp_path / "data" / "ml-latest-small").mkdir(parents=True)
+    assert get("ml-latest-small").directory(None) == Path("data/ml-latest-small")
+    assert get("ml-latest-small").directory(str(tmp_path)) == tmp_path
+    assert get("synthetic").directory(None) is None
+    with pytest.raises(ConfigError, match="recipe synthetic generates its data"):
+        get("synthetic").directory("here")
+
+
+def test_every_setting_of_a_recipe_can_be_listed_and_set(log: EventLog) -> None:
+    config = RunConfig.resolve(get("synthetic"), log, {})
+    values = field_values(config)
+    assert {path.split(".")[0] for path in values} == {"trainer", "data", "sparse", "model"}
+    texts = {p: ",".join(map(str, v)) if isinstance(v, tuple) else str(v) for p, v in values.items()}
+    assert RunConfig.resolve(get("synthetic"), log, texts) == config
+    json.dumps(config.to_dict())
+
+
+def test_model_fields_are_set_by_name(log: EventLog) -> None:
+    changes = {"model.num_layers": "1", "model.sequences.history.self_attention": "none", "trainer.seed": "5"}
+    config = RunConfig.resolve(get("synthetic"), log, changes)
+    assert config.model.num_layers == 1
+    assert config.trainer.seed == 5
+    with pytest.raises(ConfigError, match=r"`model\.num_layer`; the nearest are model\.num_layers"):
+        RunConfig.resolve(get("synthetic"), log, {"model.num_layer": "1"})
+
+
+def test_weights_follow_from_the_seed(log: EventLog) -> None:
+    def state(seed: int) -> dict[str, torch.Tensor]:
+        config = RunConfig.resolve(get("synthetic"), log, {"trainer.seed": str(seed)})
+        torch.manual_seed(123 + seed)
+        parts = build(config, log, World())
+        return {**parts.model.state_dict(), **parts.embeddings.state_dict()}
+
+    first, again, other = state(1), state(1), state(2)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["tables.item.weight"], other["tables.item.weight"])
+    assert any(not torch.equal(first[name], other[name]) for name in first if not name.startswith("tables."))
+
+
+RECORD = RunRecord(
+    recipe="synthetic",
+    precision="fp32",
+    data=None,
+    assignments={"trainer.seed": "1"},
+    settings={"trainer": {"seed": 1, "max_steps": 5}, "model": {"towers": [{"dim": 4}], "tasks": ["a", "b"]}},
+    versions={"torch": "2"},
+)
+
+
+def test_run_directory_round_trip(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    directory.check(resume=False, overwrite=False)
+    directory.write(RECORD)
+    assert directory.read() == RECORD
+    directory.compare(RECORD.settings)
+    other = {"trainer": {"seed": 2, "max_steps": 9}, "model": {"towers": [{"dim": 8}], "tasks": ("a", "b")}}
+    with pytest.raises(ConfigError, match=r"model\.towers\.0\.dim: run 4, now 8; trainer\.seed: run 1, now 2\. Use"):
+        directory.compare(other, changeable=CHANGEABLE)
+
+
+def test_run_directory_guards_what_is_there(tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis.txt").write_text("mine")
+    for flags in ({"resume": False, "overwrite": False}, {"resume": False, "overwrite": True}):
+        with pytest.raises(ConfigError, match="exists and holds no run of gem"):
+            RunDirectory(foreign).check(**flags)
+    run = RunDirectory(tmp_path / "run")
+    with pytest.raises(ConfigError, match="holds no run; leave --resume out"):
+        run.check(resume=True, overwrite=False)
+    with pytest.raises(ConfigError, match="exclude each other"):
+        run.check(resume=True, overwrite=True)
+    run.write(RECORD)
+    with pytest.raises(ConfigError, match="holds a run already; --resume continues it, --overwrite replaces it"):
+        run.check(resume=False, overwrite=False)
+    run.check(resume=True, overwrite=False)
+    (run.path / "notes.txt").write_text("mine")
+    (run.checkpoints / "step-00000001").mkdir(parents=True)
+    run.check(resume=False, overwrite=True)
+    run.clear()
+    assert [path.name for path in run.path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 1}', '{"format": 9}', "{"])
+def test_a_damaged_record_is_an_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json is"):
+        RunDirectory(tmp_path).read()
+
+
+def test_data_config_is_checked() -> None:
+    data = get("synthetic").data
+    for name, value in (("global_batch_size", 0), ("max_history", 0), ("epochs", -1), ("prefetch_batches", -1)):
+        with pytest.raises(ConfigError, match=f"DataConfig: `{name}` must be >= "):
+            dataclasses.replace(data, **{name: value})
