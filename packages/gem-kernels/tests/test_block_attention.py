@@ -322,8 +322,10 @@ def test_opcheck(lengths):
 
 
 def test_compiles_as_one_graph_and_for_all_batch_sizes():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(block_attention, fullgraph=True, backend=counter)
     for seed in range(12):
         case = Case(id="", lengths=tuple(random_lengths(3 + seed, 40 + 7 * seed, sparsity=0.4, seed=seed).tolist()))
@@ -484,6 +486,7 @@ def test_cuda_no_value_reaches_another_block(value, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @HALF_AND_FULL
 def test_cuda_opcheck_and_compile(dtype):
     case = Case(id="", lengths=(0, 1, 63, 64, 65), num_heads=4, num_heads_kv=2)

@@ -1,6 +1,6 @@
 """Attention over packed sequences for ranking models, on Triton and on CPU."""
 
-from gem_kernels import jagged, modules, reference, testing
+from gem_kernels import jagged, modules, mx, reference, testing
 from gem_kernels._version import __version__
 from gem_kernels.block_attention import block_attention
 from gem_kernels.gdpa import gdpa
@@ -13,6 +13,7 @@ __all__ = [
     "jagged",
     "jagged_attention",
     "modules",
+    "mx",
     "reference",
     "testing",
 ]

@@ -16,7 +16,7 @@ def _split(values: Tensor, offsets: Tensor) -> list[Tensor]:
 
 def jagged_to_padded(values: Tensor, offsets: Tensor, max_seqlen: int, fill: float = 0.0) -> Tensor:
     """(B, max_seqlen, ...); arguments as in ``gem_kernels.jagged``."""
-    rows = [values.new_empty((0, max_seqlen, *values.shape[1:]))]
+    rows = [values[:0].reshape(0, max_seqlen, *values.shape[1:])]
     for x in _split(values, offsets):
         kept = x[:max_seqlen]
         tail = x.new_full((max_seqlen - kept.shape[0], *x.shape[1:]), fill)
@@ -26,7 +26,7 @@ def jagged_to_padded(values: Tensor, offsets: Tensor, max_seqlen: int, fill: flo
 
 def padded_to_jagged(padded: Tensor, offsets: Tensor) -> Tensor:
     """(offsets[-1], ...); arguments as in ``gem_kernels.jagged``."""
-    rows = [padded.new_empty((0, *padded.shape[2:]))]
+    rows = [padded[:0].reshape(0, *padded.shape[2:])]
     for b, length in enumerate(torch.diff(offsets).tolist()):
         present = padded[b, :length]
         rows += [present, present.new_zeros((length - present.shape[0], *present.shape[1:]))]
@@ -35,7 +35,7 @@ def padded_to_jagged(padded: Tensor, offsets: Tensor) -> Tensor:
 
 def jagged_concat(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """``(values, offsets)``; arguments as in ``gem_kernels.jagged``."""
-    rows = [a[0][:0]]
+    rows = [a[0][:0], b[0][:0]]
     for x, y in zip(_split(*a), _split(*b), strict=True):
         rows += [x, y]
     return torch.cat(rows), a[1].long() + b[1].long()
@@ -43,7 +43,7 @@ def jagged_concat(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[T
 
 def jagged_last_k(values: Tensor, offsets: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """``(last, mask)`` of shapes (B, k, ...) and (B, k); arguments as in ``gem_kernels.jagged``."""
-    rows, masks = [values.new_empty((0, k, *values.shape[1:]))], [torch.empty(0, k, dtype=torch.bool)]
+    rows, masks = [values[:0].reshape(0, k, *values.shape[1:])], [torch.empty(0, k, dtype=torch.bool)]
     for x in _split(values, offsets):
         kept = x[max(x.shape[0] - k, 0) :]
         front = k - kept.shape[0]
