@@ -161,8 +161,8 @@ def assert_same(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Non
 
 
 def test_it_learns_and_counts_every_sample(events: EventLog, tmp_path: Path, open_log: OpenLog) -> None:
-    trainer = make_trainer(events, dataclasses.replace(CONFIG, eval_interval=10), log=open_log(tmp_path))
-    result = trainer.run()
+    trainer = make_trainer(events, dataclasses.replace(CONFIG, eval_interval=10))
+    result = trainer.run(open_log(tmp_path))
     num_train = len(events.samples("train"))
     assert (result.step, result.samples, result.reason) == (2 * math.ceil(num_train / 64), 2 * num_train, "finished")
     assert {s: e.num_samples for s, e in result.evaluations.items()} == {
@@ -196,27 +196,25 @@ def test_two_runs_are_bitwise_equal(events: EventLog) -> None:
 
 @pytest.mark.parametrize("stop", [1, 7, 8, 12])
 def test_a_resumed_run_is_bitwise_equal(events: EventLog, tmp_path: Path, open_log: OpenLog, stop: int) -> None:
-    whole = make_trainer(events, log=open_log(tmp_path / "whole"))
-    whole.run()
+    whole = make_trainer(events)
+    whole.run(open_log(tmp_path / "whole"))
 
     interrupted: Trainer | None = None
     interrupted = make_trainer(
         events,
         checkpointer=Checkpointer(tmp_path / "checkpoints"),
-        log=open_log(tmp_path / "parts"),
         should_stop=lambda: interrupted is not None and interrupted.step >= stop - 1,
     )
-    assert interrupted.run().reason == "interrupted"
+    assert interrupted.run(open_log(tmp_path / "parts")).reason == "interrupted"
     torch.manual_seed(99)
     resumed = make_trainer(
         events,
         checkpointer=Checkpointer(tmp_path / "checkpoints"),
-        log=open_log(tmp_path / "parts", resume_step=interrupted.step),
     )
     torch.manual_seed(99)
     resumed.resume(interrupted.step)
     assert resumed.step == interrupted.step < whole.step
-    result = resumed.run()
+    result = resumed.run(open_log(tmp_path / "parts", resume_step=interrupted.step))
     assert result.step == whole.step
     assert_same(weights(resumed), weights(whole))
     optimizers = [optimizer_tensors(t.model, t._optimizer) for t in (resumed, whole)]
@@ -257,10 +255,8 @@ def test_select_best_tests_the_best_weights(events: EventLog, tmp_path: Path, op
         CONFIG, learning_rate=0.5, max_grad_norm=0.0, eval_interval=2, select_best=True, keep_last=1, decay="constant",
         warmup_steps=200,
     )  # fmt: skip
-    trainer = make_trainer(
-        events, config, checkpointer=Checkpointer(tmp_path / "c", keep_last=1), log=open_log(tmp_path)
-    )
-    result = trainer.run()
+    trainer = make_trainer(events, config, checkpointer=Checkpointer(tmp_path / "c", keep_last=1))
+    result = trainer.run(open_log(tmp_path))
     validations = [r for r in read_metrics(tmp_path) if r["phase"] == "validation"]
     best = min(validations, key=lambda record: record["tasks"]["click"]["ne"])
     assert trainer.best == {"step": best["step"], "ne": best["tasks"]["click"]["ne"]}

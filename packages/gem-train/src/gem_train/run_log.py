@@ -42,6 +42,12 @@ class RunLog:
         self._metrics.close()
         self._board.close()
 
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
     def _scalars(self, name: str, value: Any, step: int) -> None:
         if isinstance(value, Mapping):
             for key, entry in value.items():

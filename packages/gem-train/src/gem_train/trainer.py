@@ -60,7 +60,6 @@ class Trainer:
         world: World | None = None,
         clip: ClipGradients = torch.nn.utils.clip_grad_norm_,
         checkpointer: Checkpointer | None = None,
-        log: RunLog | None = None,
         progress: Progress | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         device_name: str = "cpu",
@@ -79,7 +78,6 @@ class Trainer:
             world: The ranks; one process on the CPU if not given.
             clip: Gradient norm and clipping over the model's mesh.
             checkpointer: Where to save; None saves nothing.
-            log: Where to write records, on the first rank only.
             progress: What a person sees.
             should_stop: Asked before each step on every rank; true ends the run after a checkpoint.
             device_name: Name of the device, for the MFU.
@@ -111,7 +109,7 @@ class Trainer:
         self._source_state = train_source.state_dict()
         self._world = world or World()
         self._checkpointer = checkpointer
-        self._log = log
+        self._log: RunLog | None = None
         self._progress: Progress = progress or SilentProgress()
         self._should_stop = should_stop
         self._device_name = device_name
@@ -131,8 +129,11 @@ class Trainer:
             timer=self._timer,
         )
 
-    def run(self) -> TrainResult:
+    def run(self, log: RunLog | None = None) -> TrainResult:
         """Trains from the current step to the end, then evaluates. All ranks call it.
+
+        Args:
+            log: Where to write records, on the first rank only; the caller closes it.
 
         Returns:
             Where the run ended and its final scores.
@@ -140,6 +141,7 @@ class Trainer:
         Raises:
             NonFiniteError: if the loss or a gradient is not finite; nothing is saved from then on.
         """
+        self._log = log
         began = time.monotonic()
         limit = self.config.max_seconds
         self._recorded_step = self.step

@@ -5,7 +5,8 @@ import platform
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,33 +70,24 @@ def _train(
 ) -> int:
     from gem_train.recipes import RunConfig, build
 
-    resume, record = _prepare(args, directory, world)
-    assignments = given if record is None else record.assignments | given
-    precision = args.precision or (record.precision if record else "fp32")
-    data = recipe.directory(args.data or (record.data if record else None))
-    log = recipe.load(data)
-    config = RunConfig.resolve(recipe, log, assignments)
-    if record is not None:
-        directory.compare(config.to_dict(), changeable=CHANGEABLE)
-        if precision != record.precision:
-            raise ConfigError(
-                f"--precision: {directory.path} was trained in {record.precision}, got {precision}; leave it out"
-            )
-    parts = build(config, log, world, precision=precision)
+    world.on_first(lambda: directory.check(resume=args.resume, overwrite=args.overwrite))
+    old = directory.read() if args.resume else None
+    record = RunRecord(
+        recipe=recipe.name,
+        precision=args.precision or (old.precision if old else "fp32"),
+        data=_text(recipe.directory(args.data or (old.data if old else None))),
+        assignments=given if old is None else old.assignments | given,
+        settings={},
+        versions=versions(),
+    )
+    log = recipe.load(None if record.data is None else Path(record.data))
+    config = RunConfig.resolve(recipe, log, record.assignments)
+    record = replace(record, settings=config.to_dict())
+    if old is not None:
+        _check_same_run(directory, old, record)
+    parts = build(config, log, world, precision=record.precision)
     checkpointer = Checkpointer(directory.checkpoints, world=world, keep_last=config.trainer.keep_last)
-    start = checkpointer.latest() if resume else None
-    if world.is_first:
-        new = RunRecord(
-            recipe=recipe.name,
-            precision=precision,
-            data=None if data is None else str(data),
-            assignments=assignments,
-            settings=config.to_dict(),
-            versions=versions(),
-        )
-        directory.write(new)
-    world.barrier()
-    run_log = RunLog(directory.path, resume_step=start if resume else None) if world.is_first else None
+    start = checkpointer.latest() if args.resume else None
     total = min(parts.train_source.num_batches, config.trainer.max_steps or parts.train_source.num_batches)
     progress = make_progress(total, start or 0) if world.is_first else SilentProgress()
     with _stop_on_signal(progress.say) as stopped:
@@ -111,7 +103,6 @@ def _train(
             world=world,
             clip=parts.clip,
             checkpointer=checkpointer,
-            log=run_log,
             progress=progress,
             should_stop=lambda: bool(stopped),
             device_name=_device_name(world.device),
@@ -119,29 +110,43 @@ def _train(
         if start is not None:
             trainer.resume(start)
             progress.say(f"resumed at step {start}")
-        elif resume:
+        elif args.resume:
             progress.say(f"{directory.path} has no checkpoint yet; beginning at step 0")
-        if run_log is not None:
-            run_log.write(
-                "config", _config_record(args, recipe, config, parts, world, directory, precision, start or 0)
-            )
-        result = trainer.run()
-    if run_log is not None:
-        run_log.close()
-        _conclude(args, recipe, directory, precision, result)
+        # Everything that the user can have got wrong has been found by now; from here on the run's files change.
+        world.on_first(lambda: _begin(directory, record, clear=args.overwrite))
+        with _open_log(directory, world, (start or 0) if args.resume else None) as run_log:
+            if run_log is not None:
+                run_log.write("config", _config_record(recipe, config, parts, world, directory, record, start or 0))
+            result = trainer.run(run_log)
+    if world.is_first:
+        _conclude(args, recipe, directory, record, result)
     return INTERRUPTED if result.reason == "interrupted" else 0
 
 
-def _prepare(args: argparse.Namespace, directory: RunDirectory, world: World) -> tuple[bool, RunRecord | None]:
-    """Checks and clears the directory on the first rank, for all ranks."""
+def _begin(directory: RunDirectory, record: RunRecord, *, clear: bool) -> None:
+    if clear:
+        directory.clear()
+    directory.write(record)
 
-    def prepare() -> None:
-        directory.check(resume=args.resume, overwrite=args.overwrite)
-        if args.overwrite:
-            directory.clear()
 
-    world.on_first(prepare)
-    return args.resume, directory.read() if args.resume else None
+def _open_log(
+    directory: RunDirectory, world: World, resume_step: int | None
+) -> AbstractContextManager[RunLog] | AbstractContextManager[None]:
+    return RunLog(directory.path, resume_step=resume_step) if world.is_first else nullcontext()
+
+
+def _check_same_run(directory: RunDirectory, old: RunRecord, new: RunRecord) -> None:
+    if new.recipe != old.recipe:
+        raise ConfigError(f"--resume: {directory.path} is a run of {old.recipe}, got {new.recipe}; name that recipe")
+    if new.precision != old.precision:
+        raise ConfigError(
+            f"--precision: {directory.path} was trained in {old.precision}, got {new.precision}; leave it out"
+        )
+    directory.compare(new.settings, changeable=CHANGEABLE)
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def _assignments(args: argparse.Namespace) -> dict[str, str]:
@@ -163,13 +168,12 @@ def _device_name(device: torch.device) -> str:
 
 
 def _config_record(
-    args: argparse.Namespace,
     recipe: "Recipe",
     config: "RunConfig",
     parts: "Parts",
     world: World,
     directory: RunDirectory,
-    precision: str,
+    record: RunRecord,
     start: int,
 ) -> dict[str, Any]:
     """The record `config` of metrics.jsonl."""
@@ -179,7 +183,7 @@ def _config_record(
     return {
         "run": directory.path.name,
         "recipe": recipe.name,
-        "precision": precision,
+        "precision": record.precision,
         "dataset": recipe.name,
         "world_size": world.size,
         "parameters": {"dense": sum(p.numel() for p in parts.model.parameters()), "sparse": sparse},
@@ -192,13 +196,13 @@ def _config_record(
         "reference": [score._asdict() for score in recipe.reference],
         "reference_task": recipe.reference_task,
         "layers": list(parts.layers),
-        "versions": versions(),
+        "versions": record.versions,
         "start_step": start,
     }
 
 
 def _conclude(
-    args: argparse.Namespace, recipe: "Recipe", directory: RunDirectory, precision: str, result: TrainResult
+    args: argparse.Namespace, recipe: "Recipe", directory: RunDirectory, record: RunRecord, result: TrainResult
 ) -> None:
     if result.reason == "interrupted":
         complain(f"interrupted at step {result.step}; continue with --out {directory.path} --resume")
@@ -208,7 +212,7 @@ def _conclude(
     report = write_report(directory.path)
     print_scores(result.evaluations, recipe.reference, recipe.reference_task)
     other = Path(args.compare) if args.compare else _default_out(recipe.name, None)
-    if args.compare or (precision != "fp32" and other != directory.path and RunDirectory(other).is_run()):
+    if args.compare or (record.precision != "fp32" and other != directory.path and RunDirectory(other).is_run()):
         compare_runs(directory.path, other)
     say(f"report: {report}")
 
