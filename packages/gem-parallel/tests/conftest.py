@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
-def run_ranks(path: Path, function: str, world_size: int, folder: Path, **arguments):
+def run_ranks(path: Path, function: str, world_size: int, folder: Path, backend: str = "gloo", **arguments):
     """Run `function(rank, world_size, folder, **arguments)` of the file `path` on `world_size` ranks; their results."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
@@ -43,6 +43,7 @@ def run_ranks(path: Path, function: str, world_size: int, folder: Path, **argume
         task = {
             "path": str(path),
             "function": function,
+            "backend": backend,
             "rank": rank,
             "world_size": world_size,
             "run": str(run),

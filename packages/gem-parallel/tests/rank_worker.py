@@ -18,7 +18,7 @@ def main(task):
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo",
+            task["backend"],
             init_method=f"file://{run}/store",
             rank=task["rank"],
             world_size=task["world_size"],

@@ -7,6 +7,8 @@ import torch
 from reference_optimizers import ReferenceTable
 
 from gem_parallel import FeatureConfig, ShardedEmbeddings, SparseOptimizerConfig, TableConfig
+from gem_parallel._src.embeddings import engine as engine_source
+from gem_parallel._src.embeddings import module as module_source
 
 DIM = 8
 
@@ -252,6 +254,33 @@ def test_non_contiguous_ids():
     values = torch.arange(10)[::3]
     out = module.lookup(module.exchange({"x": (values, torch.tensor([0, 4]))}))["x"]
     assert torch.equal(out.detach(), module.state_dict()["tables.t.weight"][[0, 3, 6, 9]])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in OPTIMIZERS if case.id in ("sgd-decay0.0", "adagrad-decay0.0", "rowwise_adagrad-decay0.0")],
+    ids=lambda case: case.id,
+)
+@pytest.mark.parametrize("ids_per_bag", [1, 8, 10_000])
+def test_unpooled_engine_of_several_tables(monkeypatch, case, ids_per_bag):
+    """The layout of CUDA, on the CPU: one unpooled engine per dim, pooling outside of it."""
+    monkeypatch.setattr(module_source, "engines_pool", lambda device: False)
+    monkeypatch.setattr(engine_source, "IDS_PER_BAG", ids_per_bag)
+    check_against_reference(case, "cpu")
+    test_several_dims_and_a_table_without_features()
+    test_empty_batches(case.kind)
+
+
+@pytest.mark.parametrize("pooling", ["sum", "mean", "none"])
+def test_unpooled_engine_drops(monkeypatch, pooling):
+    monkeypatch.setattr(module_source, "engines_pool", lambda device: False)
+    module = make([FeatureConfig(name="x", table="t", pooling=pooling)], id_policy="drop")
+    before = copied(module)["tables.t.weight"]
+    for _ in range(2):
+        out = module.lookup(module.exchange({"x": ids_of([-1, 99], [99])}))["x"]
+        assert not out.any()
+        out.sum().backward()
+    assert torch.equal(module.state_dict()["tables.t.weight"], before)
 
 
 gpu = pytest.mark.gpu

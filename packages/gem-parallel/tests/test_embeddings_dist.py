@@ -6,15 +6,15 @@ from sparse_cases import CASES, SPLITS, joined, make, rank_batch, train_step
 from torch.distributed.tensor import DTensor
 
 from gem_parallel import ParallelDims
+from gem_parallel._src.embeddings import module as module_source
 
-pytestmark = pytest.mark.dist
 NUM_STEPS = len(SPLITS)
 
 
 def full_state(module):
     """Whole tables on every rank that has a part of them."""
     return {
-        key: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        key: (value.full_tensor() if isinstance(value, DTensor) else value).cpu().clone()
         for key, value in module.state_dict().items()
     }
 
@@ -35,35 +35,83 @@ def trained(request, ranks):
     return request.param, ranks("rank_train", request.param)
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_ranks_equal_one_process(trained, case):
     world_size, results = trained
+    check(world_size, [result[case.id] for result in results], case, bitwise=case.exact)
+
+
+def check(world_size, results, case, bitwise):
     module = make(case)
     first = full_state(module)
     parts = [[rank_batch(case, step, rank, world_size) for rank in range(world_size)] for step in range(NUM_STEPS)]
     outputs = [train_step(module, case, joined(part)) for part in parts]
     last = full_state(module)
     seen = set()
-    for rank, by_case in enumerate(results):
-        start, rank_outputs, end = by_case[case.id]
+    for rank, (start, rank_outputs, end) in enumerate(results):
         for key, value in start.items():
             assert torch.equal(value, first[key]), key
         for key, value in end.items():
             seen.add(key)
-            compare(value, last[key], case, f"rank {rank}, {key}")
+            compare(value, last[key], bitwise, f"rank {rank}, {key}")
         for step in range(NUM_STEPS):
             for name, value in rank_outputs[step].items():
                 before = [part[name] for part in parts[step][:rank] if name in part]
                 offset = sum(len(each[2]) for each in before)
-                compare(value, outputs[step][name][offset : offset + len(value)], case, f"rank {rank}, {step}, {name}")
+                expected = outputs[step][name][offset : offset + len(value)]
+                compare(value, expected, bitwise, f"rank {rank}, step {step}, {name}")
     # every table is somewhere
     assert seen == set(last)
     assert all(not torch.equal(last[key], first[key]) for key in last if key.endswith("weight"))
 
 
-def compare(value, expected, case, what):
-    if case.exact:
+def compare(value, expected, bitwise, what):
+    if bitwise:
         assert torch.equal(value, expected), f"{what}: {(value - expected).abs().max()}"
     else:
         # Sums in another order: relative 1e-6 in a gradient, and steps of 0.125 that scale it to at most 1e-5.
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5, msg=lambda text: f"{what}: {text}")
+
+
+CUDA_CASES = [case for case in CASES if not case.exact and case.placement == "row_wise"]
+
+
+def rank_train_cuda(rank, world_size, folder):
+    """As `rank_train`, with ids sent a batch ahead on a stream of their own, and through NCCL also on one GPU."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    module_source.needs_exchange = lambda mesh: True
+    mesh = ParallelDims.for_world(world_size).build_mesh("cuda").sparse
+    side = torch.cuda.Stream()
+    results = {}
+    for case in CUDA_CASES:
+        module = make(case, mesh, device)
+        first = full_state(module)
+        outputs, ahead = [], []
+        for step in range(NUM_STEPS + 1):
+            if step < NUM_STEPS:
+                with torch.cuda.stream(side):
+                    batch = {
+                        name: tuple(each.to(device) for each in parts)
+                        for name, parts in rank_batch(case, step, rank, world_size).items()
+                    }
+                    pending = module.exchange({name: parts[:2] for name, parts in batch.items()})
+                ahead.append((batch, pending))
+            if step > 0:
+                torch.cuda.current_stream().wait_stream(side)
+                batch, pending = ahead.pop(0)
+                rows = module.lookup(pending)
+                sum((torch.tanh(each) * batch[name][2]).sum() for name, each in rows.items()).backward()
+                outputs.append({name: each.detach().cpu() for name, each in rows.items()})
+        results[case.id] = (first, outputs, full_state(module))
+    return results
+
+
+@pytest.mark.gpu
+@pytest.mark.dist
+def test_nccl_ranks_equal_one_cpu_process(ranks):
+    world_size = next(size for size in (4, 2, 1) if size <= torch.cuda.device_count())
+    results = ranks("rank_train_cuda", world_size, backend="nccl")
+    for case in CUDA_CASES:
+        check(world_size, [result[case.id] for result in results], case, bitwise=False)

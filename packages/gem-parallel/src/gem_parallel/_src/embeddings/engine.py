@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gem_parallel._src.embeddings.config import SparseOptimizerConfig
+from gem_parallel._src.embeddings.transfer import to_device
 from gem_parallel._src.engine_report import require_fbgemm
 
 __all__ = ["Engine", "FbgemmEngine", "state_names"]
@@ -68,9 +69,9 @@ class Engine(Protocol):
 class FbgemmEngine:
     """One SplitTableBatchedEmbeddingBagsCodegen.
 
-    CUDA: unpooled lookup (PoolingMode.NONE) over all tables of a dim. CPU: one table per engine and sums over bags, of
-    one id each where single rows are asked for: fbgemm's unpooled CPU backward collects gradients in a hash map, which
-    measured 20 to 70 times slower.
+    Unpooled (PoolingMode.NONE) over all tables of a dim, for CUDA; or pooling, for the CPU: one table, and sums over
+    bags, of one id each where single rows are asked for: fbgemm's unpooled CPU backward collects gradients in a hash
+    map, which measured 20 to 70 times slower.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class FbgemmEngine:
         optimizer: SparseOptimizerConfig,
         weight_dtype: torch.dtype,
         device: torch.device,
+        pools: bool,
     ) -> None:
         require_fbgemm("ShardedEmbeddings")
         from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
@@ -95,14 +97,14 @@ class FbgemmEngine:
             WeightDecayMode,
         )
 
-        self._on_cpu = device.type == "cpu"
-        assert not self._on_cpu or len(num_rows) == 1
+        on_cpu = device.type == "cpu"
+        assert not pools or len(num_rows) == 1
         self.num_tables = len(num_rows)
-        self.pools = self._on_cpu
+        self.pools = pools
         self._kind = optimizer.kind
         self._device = device
-        location = EmbeddingLocation.HOST if self._on_cpu else EmbeddingLocation.DEVICE
-        compute = ComputeDevice.CPU if self._on_cpu else ComputeDevice.CUDA
+        location = EmbeddingLocation.HOST if on_cpu else EmbeddingLocation.DEVICE
+        compute = ComputeDevice.CPU if on_cpu else ComputeDevice.CUDA
         kinds = {
             "sgd": EmbOptimType.EXACT_SGD,
             "adagrad": EmbOptimType.EXACT_ADAGRAD,
@@ -123,7 +125,7 @@ class FbgemmEngine:
             beta2=optimizer.beta2,
             weights_precision=SparseType.from_dtype(weight_dtype),
             output_dtype=SparseType.FP32,
-            pooling_mode=PoolingMode.SUM if self._on_cpu else PoolingMode.NONE,
+            pooling_mode=PoolingMode.SUM if pools else PoolingMode.NONE,
             # Ids are checked before they get here; fbgemm's own check would send bad ones to row 0.
             bounds_check_mode=BoundsCheckMode.NONE,
             device=device,
@@ -147,12 +149,12 @@ class FbgemmEngine:
 
     def _bag_offsets(self, counts: Sequence[int]) -> Tensor:
         total = sum(counts)
-        if self._on_cpu:
+        if self.pools:
             if self._arange.numel() <= total:
                 self._arange = torch.arange(2 * total + 1, device=self._device)
             return self._arange[: total + 1]
         num_bags = max(-(-total // (IDS_PER_BAG * self.num_tables)), -(-max(counts) // MAX_IDS_PER_BAG), 1)
-        per_table = torch.tensor(counts, dtype=torch.int64).pin_memory().to(self._device, non_blocking=True)
+        per_table = to_device(counts, self._device)
         ends = per_table.cumsum(0)
         bags = torch.arange(num_bags, device=self._device)
         starts = (ends - per_table).unsqueeze(1) + per_table.unsqueeze(1) * bags // num_bags

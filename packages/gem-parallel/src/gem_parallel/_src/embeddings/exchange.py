@@ -17,7 +17,8 @@ from torch import Tensor
 
 from gem_parallel._src.embeddings.ids import BatchIds, BatchReport, GroupIds, summarise
 from gem_parallel._src.embeddings.layout import Group
-from gem_parallel._src.embeddings.pending import DeviceVector, GroupRequest, Route
+from gem_parallel._src.embeddings.pending import GroupRequest, Route
+from gem_parallel._src.embeddings.transfer import DeviceVector, to_device
 
 __all__ = ["Exchanger", "RankReport", "exchange_rows"]
 
@@ -146,9 +147,7 @@ class Exchanger:
     def _dedup(self, ids: GroupIds, plan: _GroupPlan) -> _Dedup:
         values = ids.values
         num_values = values.numel()
-        counts = torch.tensor(ids.counts, dtype=torch.int64)
-        if self._device.type != "cpu":
-            counts = counts.pin_memory().to(self._device, non_blocking=True)
+        counts = to_device(ids.counts, self._device)
         table = torch.repeat_interleave(
             torch.arange(plan.num_tables, device=self._device), counts, output_size=num_values
         )
@@ -207,9 +206,7 @@ class Exchanger:
         source = (got.flatten().cumsum(0) - got.flatten()).view_as(got).t().flatten()
         shift = source - (lengths.cumsum(0) - lengths)
         total = int(lengths.sum())
-        moved = torch.stack([shift, lengths])
-        if self._device.type != "cpu":
-            moved = moved.pin_memory().to(self._device, non_blocking=True)
+        moved = to_device(torch.stack([shift, lengths]), self._device)
         return torch.arange(total, device=self._device) + torch.repeat_interleave(moved[0], moved[1], output_size=total)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gem_parallel._src.embeddings.config import FeatureConfig, IdPolicy
 from gem_parallel._src.embeddings.layout import FeatureSlot, Group
+from gem_parallel._src.embeddings.transfer import to_device
 
 __all__ = ["BatchIds", "BatchReport", "GroupIds", "flatten_ids", "summarise"]
 
@@ -138,11 +139,6 @@ def _flatten_group(pairs: Mapping[str, tuple[Tensor, Tensor]], group: Group) -> 
     return GroupIds(group=group, values=flat, features=tuple(features), counts=tuple(counts))
 
 
-def _to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    host = torch.tensor(numbers, dtype=torch.int64)
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
-
-
 def _check_values(group_ids: GroupIds, summary: Tensor, policy: IdPolicy) -> GroupIds:
     """Add the group's faults to ``summary``; return the ids after the policy."""
     features, values, device = group_ids.features, group_ids.values, summary.device
@@ -154,7 +150,7 @@ def _check_values(group_ids: GroupIds, summary: Tensor, policy: IdPolicy) -> Gro
     lengths = torch.tensor([feature.offsets.numel() for feature in features])
     last = lengths.cumsum(0) - 1
     first = last + 1 - lengths
-    table = _to_device([*first.tolist(), *last.tolist(), *sizes, *_rows_of(group_ids)], device).view(4, -1)
+    table = to_device([*first.tolist(), *last.tolist(), *sizes, *_rows_of(group_ids)], device).view(4, -1)
     falls = offsets[1:] < offsets[:-1]
     # where one feature ends and the next begins the run falls by right
     falls.index_fill_(0, table[1][:-1], False)
@@ -167,7 +163,7 @@ def _check_values(group_ids: GroupIds, summary: Tensor, policy: IdPolicy) -> Gro
     ends = table[2].cumsum(0)
     running = torch.cat([bad.new_zeros(1, dtype=torch.int64), bad.cumsum(0)])
     per_feature = running[ends] - running[ends - table[2]]
-    slots = _to_device([feature.slot.index for feature in features], device)
+    slots = to_device([feature.slot.index for feature in features], device)
     summary.index_add_(0, slots + 3, per_feature)
     position = bad.to(torch.int8).argmax().view(1)
     faulty = per_feature.sum() > 0

@@ -25,9 +25,10 @@ from gem_parallel._src.embeddings.initial import fill_initial
 from gem_parallel._src.embeddings.layout import Group, TableShard, make_groups, make_shards
 from gem_parallel._src.embeddings.local import pooled_outputs
 from gem_parallel._src.embeddings.lookup import Assemble, RowBlock
-from gem_parallel._src.embeddings.pending import DeviceVector, GroupRequest, Pending
+from gem_parallel._src.embeddings.pending import GroupRequest, Pending
 from gem_parallel._src.embeddings.state import load_tables, save_tables
 from gem_parallel._src.embeddings.torch_engine import TorchEngine, needs_torch_engine
+from gem_parallel._src.embeddings.transfer import DeviceVector
 from gem_parallel._src.engine_report import require_fbgemm
 
 __all__ = ["ShardedEmbeddings"]
@@ -90,7 +91,7 @@ class ShardedEmbeddings(nn.Module):
         self.optimizer = optimizer
         self.id_policy = id_policy
         self.device = _resolve_device(device, mesh)
-        several = mesh is not None and mesh.size() > 1
+        several = mesh is not None and needs_exchange(mesh)
         self._mesh = mesh if several else None
         self._rank = mesh.get_local_rank() if mesh is not None and several else 0
         self._shards = make_shards(self.tables, mesh.size() if mesh is not None else 1)
@@ -183,7 +184,7 @@ class ShardedEmbeddings(nn.Module):
                 for engine in engines:
                     engine.clear_scratch()
         outputs: list[Tensor] = []
-        if self._exchanger is None and self.device.type == "cpu":
+        if self._exchanger is None and engines_pool(self.device):
             for request, engines in zip(pending.requests, self._engines, strict=True):
                 outputs += pooled_outputs(request, engines, step, self._anchor)
         else:
@@ -304,13 +305,36 @@ def _resolve_device(device: torch.device | str | None, mesh: DeviceMesh | None) 
     return resolved
 
 
+def needs_exchange(mesh: DeviceMesh) -> bool:
+    """Whether ids travel."""
+    return mesh.size() > 1
+
+
+def engines_pool(device: torch.device) -> bool:
+    """Whether each table has an engine of its own, which sums over bags; else one unpooled engine per dim."""
+    return device.type == "cpu"
+
+
 def _make_engines(
     group: Group, rank: int, optimizer: SparseOptimizerConfig, weight_dtype: torch.dtype, device: torch.device
 ) -> list[Engine]:
     rows = [shard.num_local_rows(rank) for shard in group.tables]
-    parts = [rows] if device.type == "cuda" else [[each] for each in rows]
-    kind = TorchEngine if device.type == "cpu" and needs_torch_engine(optimizer) else FbgemmEngine
-    return [
-        kind(num_rows=part, dim=group.dim, optimizer=optimizer, weight_dtype=weight_dtype, device=device)
-        for part in parts
-    ]
+    pools = engines_pool(device)
+    engines: list[Engine] = []
+    for part in [[each] for each in rows] if pools else [rows]:
+        if pools and needs_torch_engine(optimizer):
+            engines.append(
+                TorchEngine(num_rows=part, dim=group.dim, optimizer=optimizer, weight_dtype=weight_dtype, device=device)
+            )
+        else:
+            engines.append(
+                FbgemmEngine(
+                    num_rows=part,
+                    dim=group.dim,
+                    optimizer=optimizer,
+                    weight_dtype=weight_dtype,
+                    device=device,
+                    pools=pools,
+                )
+            )
+    return engines

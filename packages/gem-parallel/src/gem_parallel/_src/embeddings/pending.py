@@ -10,28 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gem_parallel._src.embeddings.ids import BatchReport, GroupIds, summarise
+from gem_parallel._src.embeddings.transfer import DeviceVector
 
-__all__ = ["DeviceVector", "GroupRequest", "Pending", "Route"]
-
-
-class DeviceVector:
-    """A small int64 vector on its way to the host; the copy does not block."""
-
-    def __init__(self, vector: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        if vector.device.type == "cpu":
-            self._host = vector
-            return
-        self._host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
-        self._host.copy_(vector, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record()
-
-    def read(self) -> list[int]:
-        """Wait for the copy and return the numbers."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._host.tolist()
+__all__ = ["GroupRequest", "Pending", "Route"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,36 @@
+"""Small integers between host and device, without a wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["DeviceVector", "to_device"]
+
+
+def to_device(numbers: Sequence[int] | Tensor, device: torch.device) -> Tensor:
+    """int64 numbers of the host on ``device``; the host does not wait for the copy."""
+    host = torch.as_tensor(numbers, dtype=torch.int64)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+class DeviceVector:
+    """A small int64 vector on its way to the host; the copy does not block."""
+
+    def __init__(self, vector: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if vector.device.type == "cpu":
+            self._host = vector
+            return
+        self._host = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+        self._host.copy_(vector, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def read(self) -> list[int]:
+        """Wait for the copy and return the numbers."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()
