@@ -89,3 +89,20 @@ def test_forward_does_not_wait_for_the_device(config):
         model.loss(outputs, batch).total.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.slow
+def test_compiled_gradients_match_eager(tiny):
+    model, batch, embeddings = on_gpu(*make(tiny))
+    torch.compiler.reset()
+    results = []
+    for forward in (model, torch.compile(model, fullgraph=True)):
+        model.zero_grad()
+        outputs = forward(batch, embeddings)
+        model.loss(outputs, batch).total.backward()
+        results.append((outputs, [p.grad.clone() for p in model.parameters()]))
+    (eager, eager_grads), (compiled, compiled_grads) = results
+    for task in tiny.tasks:
+        torch.testing.assert_close(compiled[task], eager[task], rtol=1e-3, atol=1e-4)
+    for (name, _), a, b in zip(model.named_parameters(), compiled_grads, eager_grads, strict=True):
+        assert (a - b).norm() <= 1e-3 * b.norm() + 1e-5, name

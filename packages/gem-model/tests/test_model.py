@@ -297,3 +297,13 @@ def test_missing_and_misshapen_inputs_are_named(tiny):
     wrong = batch.labels | {"like": batch.labels["like"][:1]}
     with pytest.raises(ValueError, match=r"must have shape \(2,\) like its logits, got \(1,\)"):
         model.loss(outputs, dataclasses.replace(batch, labels=wrong))
+
+
+def test_the_forward_pass_is_one_graph(config):
+    model, batch, embeddings = make(config, (0, 3, 40, 65, 1))
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        outputs, exact = compiled(batch, embeddings), model(batch, embeddings)
+    for task in config.tasks:
+        torch.testing.assert_close(outputs[task], exact[task])
