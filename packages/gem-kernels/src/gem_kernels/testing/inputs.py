@@ -31,10 +31,12 @@ class AttentionInputs(NamedTuple):
 
     def to(self, *args: torch.device | torch.dtype | str) -> AttentionInputs:
         """Move or cast the float tensors; offsets follow the device only."""
-        devices = [a for a in args if not isinstance(a, torch.dtype)]
-        floats = [x.to(*args) for x in (self.q, self.k, self.v, self.do)]
-        ints = [x.to(*devices) if devices else x for x in (self.offsets_q, self.offsets_k)]
-        return AttentionInputs(*floats, *ints, self.max_seqlen_q, self.max_seqlen_k)
+        moved = self
+        for arg in args:
+            moved = moved._replace(q=moved.q.to(arg), k=moved.k.to(arg), v=moved.v.to(arg), do=moved.do.to(arg))
+            if not isinstance(arg, torch.dtype):
+                moved = moved._replace(offsets_q=moved.offsets_q.to(arg), offsets_k=moved.offsets_k.to(arg))
+        return moved
 
 
 def make_offsets(

@@ -159,6 +159,12 @@ class PackedOutput:
         self._shape = (total, num_heads, dim)
         self.rows = torch.full((total * num_heads + 1, dim), fill, dtype=dtype)
 
+    @classmethod
+    def like(cls, x: Tensor) -> PackedOutput:
+        """A zero result with the shape and dtype of ``x`` (T, H, D)."""
+        total, num_heads, dim = x.shape
+        return cls(total, num_heads, dim, x.dtype)
+
     def packed(self) -> Tensor:
         """The (T, H, D) tensor; rows that nothing was written to hold the fill value."""
         return self.rows[: self.spare_row].view(self._shape)

@@ -42,5 +42,5 @@ def num_pairs(offsets: Tensor, total: int, block_size: int) -> int:
         full, rest = divmod(total // num_sequences, block_size)
         return num_sequences * (full * block_size**2 + rest**2)
     lengths = torch.diff(offsets.to(device="cpu", dtype=torch.int64))
-    full = lengths // block_size
-    return int((full * block_size**2 + (lengths - full * block_size) ** 2).sum())
+    blocks = lengths // block_size
+    return int((blocks * block_size**2 + (lengths - blocks * block_size) ** 2).sum())

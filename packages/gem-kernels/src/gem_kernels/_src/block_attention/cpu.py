@@ -55,7 +55,7 @@ def backward(
     """Gradients dq, dk, dv in the dtype and shape of q, k, v."""
     offsets = block_offsets(offsets, q.shape[0], block_size)
     lengths = torch.diff(offsets)
-    dq, dk, dv = (PackedOutput(*x.shape, x.dtype) for x in (q, k, v))
+    dq, dk, dv = (PackedOutput.like(x) for x in (q, k, v))
     for group in plan_groups(lengths, lengths, q.shape[1]):
         tiles = _tiles(q, k, v, offsets, group, scale)
         # Padded queries carry no gradient: with do = 0 their dp and dp - delta are 0.

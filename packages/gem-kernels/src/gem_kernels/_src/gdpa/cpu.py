@@ -77,7 +77,7 @@ def backward(
     act = CPU_ACTIVATIONS[activation]
     heads, heads_kv = q.shape[1], k.shape[1]
     repeat = heads // heads_kv
-    dq, dk, dv = (PackedOutput(*x.shape, x.dtype) for x in (q, k, v))
+    dq, dk, dv = (PackedOutput.like(x) for x in (q, k, v))
     for group in plan_groups(torch.diff(offsets_q), torch.diff(offsets_k), heads):
         n = group.sequences.numel()
         rows_q = Rows(offsets_q, group, group.len_q, group.min_q)

@@ -98,9 +98,9 @@ def backward(
     # exp(score - inf) = 0 for rows without a key.
     lse = lse.to(dtype)[..., None]
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))
-    dq = PackedOutput(*q.shape, q.dtype)
-    dk = PackedOutput(*k.shape, k.dtype)
-    dv = PackedOutput(*v.shape, v.dtype)
+    dq = PackedOutput.like(q)
+    dk = PackedOutput.like(k)
+    dv = PackedOutput.like(v)
     for group in plan_groups(torch.diff(offsets_q), torch.diff(offsets_k), heads):
         n = group.sequences.numel()
         rows_q = Rows(offsets_q, group, group.len_q, group.min_q)
