@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+
+Kernel = Literal["forward", "dq", "dkdv", "dqdkdv"]
+"""``dqdkdv`` is the dK/dV kernel that writes dQ too."""
+Sizes = tuple[int, int, int, int]
+"""(block_m, block_n, num_warps, num_stages)."""
+Table = Mapping[Kernel, Mapping[int, Sizes]]
+"""Sizes by kernel and by the largest head dim they serve, in ascending order."""
 
 _SHARED_MEMORY_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 _SHARED_MEMORY_KIB_SMALL = 99
@@ -63,3 +73,43 @@ def fit_lengths(config: TileConfig, max_seqlen_q: int, max_seqlen_k: int) -> Til
 def precision_of(dtype: torch.dtype) -> str:
     """Input precision of ``tl.dot``: full float32 products for float32; half precision ignores it."""
     return "ieee" if dtype == torch.float32 else "tf32"
+
+
+# Full float32 products run on the ordinary arithmetic units with operands in registers: small tiles, on every GPU.
+_FLOAT32: Table = {
+    "forward": {64: (32, 32, 4, 1), 256: (16, 16, 4, 1)},
+    "dq": {64: (32, 32, 4, 1), 256: (16, 16, 4, 1)},
+    "dkdv": {32: (32, 32, 4, 1), 256: (16, 16, 4, 1)},
+    "dqdkdv": {32: (32, 32, 4, 1), 128: (16, 16, 4, 1)},
+}
+MAX_HEAD_DIM_DQDKDV = 128
+"""Wider tiles do not leave registers for a third gradient."""
+
+_override: dict[Kernel, TileConfig] = {}
+
+
+@contextlib.contextmanager
+def override(kernel: Kernel, config: TileConfig) -> Iterator[None]:
+    """Use ``config`` for ``kernel`` of both ops inside the block: for tests and for tuning, not for users."""
+    before = _override.get(kernel)
+    _override[kernel] = config
+    try:
+        yield
+    finally:
+        del _override[kernel]
+        if before is not None:
+            _override[kernel] = before
+
+
+def select_from(
+    kernel: Kernel, head_dim: int, dtype: torch.dtype, capability: tuple[int, int], *, large: Table, small: Table
+) -> TileConfig:
+    """The entry for a head dim: from ``large`` where a block has 227 KiB of shared memory, else from ``small``."""
+    if kernel in _override:
+        return _override[kernel]
+    is_large = shared_memory_bytes(capability) >= 227 * 1024
+    sizes = (_FLOAT32 if dtype == torch.float32 else large if is_large else small)[kernel]
+    for limit, (block_m, block_n, num_warps, num_stages) in sizes.items():
+        if head_dim <= limit:
+            return TileConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
+    raise ValueError(f"select: `head_dim` must be at most {max(sizes)} for {kernel}, got {head_dim}.")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gem_kernels._src.attention.configs import MAX_HEAD_DIM, TileConfig
+from gem_kernels._src.attention.configs import MAX_HEAD_DIM, MAX_HEAD_DIM_DQDKDV, Kernel, TileConfig
 
 _MAX_GRID = 2**31 - 1
 _MAX_WINDOW = 2**30
@@ -68,13 +69,24 @@ def make_grid(
     )
 
 
-def one_key_tile(config: TileConfig, max_seqlen_k: int, left: int, right: int, num_programs: int) -> bool:
+def one_key_tile(
+    select: Callable[[Kernel, int, torch.dtype, tuple[int, int]], TileConfig],
+    q: Tensor,
+    v: Tensor,
+    max_seqlen_k: int,
+    left: int,
+    right: int,
+    num_sequences: int,
+) -> bool:
     """Whether the dK/dV kernel, one program per (sequence, key head), should write dQ as well.
 
     It may when all keys of a query lie in its tile and every query meets them; it pays, five matmuls in place of
     seven, when there are enough programs to fill a GPU.
     """
-    return left < 0 and right < 0 and 0 < max_seqlen_k <= config.block_n and num_programs >= _MIN_PROGRAMS
+    dim = max(q.shape[2], v.shape[2])
+    if left >= 0 or right >= 0 or dim > MAX_HEAD_DIM_DQDKDV or num_sequences * v.shape[1] < _MIN_PROGRAMS:
+        return False
+    return 0 < max_seqlen_k <= select("dqdkdv", dim, q.dtype, capability_of(q)).block_n
 
 
 def unit_stride(x: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from gem_kernels._src.attention.configs import TileConfig, power_of_two, precisi
 from gem_kernels._src.compile_spec import CompileSpec
 
 TRITON_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+_MAX_SPILL_BYTES = 128
+"""Per thread: the largest tiles hold two accumulators and spill some 30 registers; smaller ones read more memory."""
 _FLOAT32_POINTERS = {"lse_ptr", "dlse_ptr", "delta_ptr"}
 _FLOATS = {"scale", "scale_log2", "pre_scale", "post_scale"}
 
@@ -65,4 +67,5 @@ def attention_spec(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         targets=(target,),
+        max_spill_bytes=_MAX_SPILL_BYTES,
     )

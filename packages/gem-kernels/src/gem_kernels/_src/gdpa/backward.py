@@ -25,7 +25,7 @@ from gem_kernels._src.gdpa.configs import select
 from gem_kernels._src.gdpa.forward import RUNTIME_SIZES
 from gem_kernels._src.tiles.activation import activation_pair
 from gem_kernels._src.tiles.index import locate_tile
-from gem_kernels._src.tiles.mask import pair_mask, valid_range
+from gem_kernels._src.tiles.mask import key_range, pair_mask, query_range
 from gem_kernels._src.tiles.memory import load_rows, sequence_bounds, store_rows
 
 
@@ -152,12 +152,10 @@ def _gdpa_bwd_dkdv_kernel(
     dk = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], dtype=tl.float32)
     offs_n = first + tl.arange(0, BLOCK_N)
-    # Query i meets keys up to i + right and down to i - left: seen from the keys, the sides change places.
-    low, full_low, full_high, high = valid_range(first, len_q, right, left, BLOCK_N, BLOCK_M, HAS_RIGHT, HAS_LEFT)
     ds_scale = pre_scale * post_scale
-    stop = high
-    if HAS_LEFT or HAS_RIGHT:
-        stop = full_high
+    low, split, high = query_range(first, len_q, left, right, BLOCK_N, BLOCK_M, HAS_LEFT, HAS_RIGHT)
+    if HAS_LEFT:
+        split = high
     for group in range(GROUP):
         head = head_kv * GROUP + group
         q_h = q_ptr + start_q * stride_qt + head * stride_qh
@@ -166,21 +164,17 @@ def _gdpa_bwd_dkdv_kernel(
         if HAS_LEFT or HAS_RIGHT:
             dk, dv = _accumulate_dkdv(
                 dk, dv, k, v, q_h, do_h, dq_h, stride_qt, stride_dot, num_heads * D,
-                low, tl.minimum(full_low, high), offs_n, len_q, len_k, left, right, pre_scale, ds_scale,
+                low, tl.minimum(split, high), offs_n, len_q, len_k, left, right, pre_scale, ds_scale,
                 ACTIVATION, DERIVATIVE, True, WRITE_DQ, HAS_LEFT, HAS_RIGHT,
                 D, D_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION,
             )  # fmt: skip
+        if not HAS_LEFT:
             dk, dv = _accumulate_dkdv(
                 dk, dv, k, v, q_h, do_h, dq_h, stride_qt, stride_dot, num_heads * D,
-                full_high, high, offs_n, len_q, len_k, left, right, pre_scale, ds_scale,
-                ACTIVATION, DERIVATIVE, True, WRITE_DQ, HAS_LEFT, HAS_RIGHT,
+                split, high, offs_n, len_q, len_k, left, right, pre_scale, ds_scale,
+                ACTIVATION, DERIVATIVE, False, WRITE_DQ, HAS_LEFT, HAS_RIGHT,
                 D, D_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION,
             )  # fmt: skip
-        dk, dv = _accumulate_dkdv(
-            dk, dv, k, v, q_h, do_h, dq_h, stride_qt, stride_dot, num_heads * D,
-            full_low, stop, offs_n, len_q, len_k, left, right, pre_scale, ds_scale,
-            ACTIVATION, DERIVATIVE, False, WRITE_DQ, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION,
-        )  # fmt: skip
 
     store_rows(dk_ptr, dk * ds_scale, first, len_k, num_heads_kv * D, BLOCK_N, D, BLOCK_D)
     store_rows(dv_ptr, dv * post_scale, first, len_k, num_heads_kv * D_V, BLOCK_N, D_V, BLOCK_DV)
@@ -287,22 +281,21 @@ def _gdpa_bwd_dq_kernel(
     do = load_rows(do_ptr, first, len_q, stride_dot, BLOCK_M, D_V, BLOCK_DV)
     dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     offs_m = first + tl.arange(0, BLOCK_M)
-    low, full_low, full_high, high = valid_range(first, len_k, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
-    stop = high
+    low, split, high = key_range(first, len_k, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
+    if HAS_LEFT:
+        split = low
+    elif not HAS_RIGHT:
+        split = high
+    if not HAS_LEFT:
+        dq = _accumulate_dq(
+            dq, q, do, k_ptr, v_ptr, stride_kt, stride_vt, low, split, offs_m, len_k, left, right, pre_scale,
+            DERIVATIVE, False, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
+        )  # fmt: skip
     if HAS_LEFT or HAS_RIGHT:
-        stop = full_high
         dq = _accumulate_dq(
-            dq, q, do, k_ptr, v_ptr, stride_kt, stride_vt, low, tl.minimum(full_low, high), offs_m, len_k, left, right,
-            pre_scale, DERIVATIVE, True, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
+            dq, q, do, k_ptr, v_ptr, stride_kt, stride_vt, split, high, offs_m, len_k, left, right, pre_scale,
+            DERIVATIVE, True, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
         )  # fmt: skip
-        dq = _accumulate_dq(
-            dq, q, do, k_ptr, v_ptr, stride_kt, stride_vt, full_high, high, offs_m, len_k, left, right,
-            pre_scale, DERIVATIVE, True, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
-        )  # fmt: skip
-    dq = _accumulate_dq(
-        dq, q, do, k_ptr, v_ptr, stride_kt, stride_vt, full_low, stop, offs_m, len_k, left, right,
-        pre_scale, DERIVATIVE, False, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
-    )  # fmt: skip
     store_rows(dq_ptr, dq * (pre_scale * post_scale), first, len_q, num_heads * D, BLOCK_M, D, BLOCK_D)
 
 
@@ -344,8 +337,9 @@ def launch_backward(
     }
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *do.stride()[:2])
     with device_guard(q):
-        config = fit_lengths(select("dkdv", widest, q.dtype, capability), max_seqlen_q, max_seqlen_k)
-        write_dq = one_key_tile(config, max_seqlen_k, left, right, (offsets_k.shape[0] - 1) * num_heads_kv)
+        write_dq = one_key_tile(select, q, v, max_seqlen_k, left, right, offsets_k.shape[0] - 1)
+        config = select("dqdkdv" if write_dq else "dkdv", widest, q.dtype, capability)
+        config = fit_lengths(config, max_seqlen_q, max_seqlen_k)
         grid = make_grid("gdpa", offsets_k, total_k, max_seqlen_k, config.block_n, num_heads_kv, padded=write_dq)
         _gdpa_bwd_dkdv_kernel[(grid.size,)](
             q,

@@ -1,14 +1,26 @@
-"""Tile shapes of GDPA."""
+"""Tile shapes of GDPA, chosen so that every variant compiles for its GPU without exceeding shared memory.
+
+"small" fits 99 KiB per block (sm_86, sm_89, sm_120) and so sm_80 as well.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
-from gem_kernels._src.attention.configs import TileConfig, power_of_two
+from gem_kernels._src.attention.configs import Kernel, Table, TileConfig, select_from
 
-Kernel = Literal["forward", "dq", "dkdv"]
+_LARGE: Table = {
+    "forward": {64: (128, 128, 8, 3), 96: (128, 64, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)},
+    "dq": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
+    "dkdv": {64: (64, 128, 8, 2), 96: (32, 128, 8, 2), 128: (64, 128, 8, 2), 256: (16, 64, 8, 2)},
+    "dqdkdv": {64: (64, 128, 8, 2), 128: (32, 128, 8, 2)},
+}
+_SMALL: Table = {
+    "forward": {64: (128, 64, 4, 2), 128: (128, 32, 8, 2), 256: (64, 32, 8, 1)},
+    "dq": {64: (64, 64, 4, 2), 128: (64, 32, 8, 2), 256: (32, 16, 4, 1)},
+    "dkdv": {64: (64, 64, 4, 2), 128: (32, 64, 8, 2), 256: (16, 32, 4, 1)},
+    "dqdkdv": {64: (64, 64, 4, 2), 128: (32, 64, 8, 1)},
+}
 
 
 def select(kernel: Kernel, head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> TileConfig:
@@ -16,50 +28,4 @@ def select(kernel: Kernel, head_dim: int, dtype: torch.dtype, capability: tuple[
 
     ``head_dim`` is the larger of D and D_v. Short sequences shrink the tiles afterwards (``fit_lengths``).
     """
-    dim = power_of_two(head_dim)
-    if dtype == torch.float32:
-        # Full float32 products run on the ordinary arithmetic units, operands in registers: small tiles.
-        block = 32 if dim <= 64 else 16
-        return TileConfig(block_m=block, block_n=block, num_warps=4, num_stages=1)
-    large = capability in ((9, 0), (10, 0), (10, 3))
-    if kernel == "forward":
-        if dim <= 64:
-            return TileConfig(block_m=128, block_n=128 if large else 64, num_warps=4 if not large else 8, num_stages=3)
-        if dim == 128:
-            if large:
-                return TileConfig(block_m=128, block_n=128, num_warps=8, num_stages=2)
-            return TileConfig(block_m=128, block_n=32, num_warps=4, num_stages=2)
-        if large:
-            return TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=2)
-        return TileConfig(block_m=64, block_n=16, num_warps=4, num_stages=2)
-    if dim <= 64:
-        if large:
-            return (
-                TileConfig(block_m=128, block_n=64, num_warps=4, num_stages=2)
-                if kernel == "dq"
-                else TileConfig(block_m=64, block_n=128, num_warps=4, num_stages=2)
-            )
-        return TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)
-    if dim == 128:
-        if large:
-            return (
-                TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=2)
-                if kernel == "dq"
-                else TileConfig(block_m=64, block_n=128, num_warps=8, num_stages=2)
-            )
-        return (
-            TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=1)
-            if kernel == "dq"
-            else TileConfig(block_m=32, block_n=64, num_warps=4, num_stages=1)
-        )
-    if large:
-        return (
-            TileConfig(block_m=64, block_n=32, num_warps=8, num_stages=2)
-            if kernel == "dq"
-            else TileConfig(block_m=32, block_n=64, num_warps=8, num_stages=2)
-        )
-    return (
-        TileConfig(block_m=32, block_n=16, num_warps=4, num_stages=1)
-        if kernel == "dq"
-        else TileConfig(block_m=16, block_n=32, num_warps=4, num_stages=1)
-    )
+    return select_from(kernel, head_dim, dtype, capability, large=_LARGE, small=_SMALL)

@@ -1,6 +1,7 @@
 """Triton forward of GDPA: one program per (sequence, head, tile of queries), no softmax and so no running statistics.
 
-Padded keys and values are zero and act(0) = 0: only a window needs masks, and only on its edges.
+Padded keys and values are zero and act(0) = 0: only a window needs masks, a causal one
+only on its edge.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from gem_kernels._src.attention.launch import (
 from gem_kernels._src.gdpa.configs import select
 from gem_kernels._src.tiles.activation import activation_pair
 from gem_kernels._src.tiles.index import locate_tile
-from gem_kernels._src.tiles.mask import pair_mask, valid_range
+from gem_kernels._src.tiles.mask import key_range, pair_mask
 from gem_kernels._src.tiles.memory import load_rows, sequence_bounds, store_rows
 
 # The sizes of a batch must not select a compiled variant: each new one would stall a training step.
@@ -123,22 +124,22 @@ def _gdpa_fwd_kernel(
     q = load_rows(q_ptr, first, len_q, stride_qt, BLOCK_M, D, BLOCK_D)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
     offs_m = first + tl.arange(0, BLOCK_M)
-    low, full_low, full_high, high = valid_range(first, len_k, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
-    stop = high
+    low, split, high = key_range(first, len_k, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
+    if HAS_LEFT:
+        # A sliding window cuts nearly every tile it meets: one loop, always masked.
+        split = low
+    elif not HAS_RIGHT:
+        split = high
+    if not HAS_LEFT:
+        acc = _attend(
+            acc, q, k_ptr, v_ptr, stride_kt, stride_vt, low, split, offs_m, len_k, left, right, pre_scale,
+            ACTIVATION, False, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
+        )  # fmt: skip
     if HAS_LEFT or HAS_RIGHT:
-        stop = full_high
         acc = _attend(
-            acc, q, k_ptr, v_ptr, stride_kt, stride_vt, low, tl.minimum(full_low, high), offs_m, len_k, left, right,
-            pre_scale, ACTIVATION, True, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
+            acc, q, k_ptr, v_ptr, stride_kt, stride_vt, split, high, offs_m, len_k, left, right, pre_scale,
+            ACTIVATION, True, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
         )  # fmt: skip
-        acc = _attend(
-            acc, q, k_ptr, v_ptr, stride_kt, stride_vt, full_high, high, offs_m, len_k, left, right,
-            pre_scale, ACTIVATION, True, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
-        )  # fmt: skip
-    acc = _attend(
-        acc, q, k_ptr, v_ptr, stride_kt, stride_vt, full_low, stop, offs_m, len_k, left, right,
-        pre_scale, ACTIVATION, False, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
-    )  # fmt: skip
     store_rows(out_ptr, acc * post_scale, first, len_q, stride_ot, BLOCK_M, D_V, BLOCK_DV)
 
 

@@ -26,7 +26,7 @@ from gem_kernels._src.attention.launch import (
 from gem_kernels._src.jagged_attention.configs import select
 from gem_kernels._src.jagged_attention.forward import RUNTIME_SIZES
 from gem_kernels._src.tiles.index import locate_tile
-from gem_kernels._src.tiles.mask import pair_mask, valid_range
+from gem_kernels._src.tiles.mask import key_range, pair_mask, query_range
 from gem_kernels._src.tiles.memory import load_row_scalars, load_rows, sequence_bounds, store_rows
 
 _LOG2E = tl.constexpr(math.log2(math.e))
@@ -49,7 +49,7 @@ def _jagged_attention_bwd_delta_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """Row sums: delta = rowsum(dO * O) - dLSE, so that dS = P * (dP - delta) holds with and without a gradient of the LSE."""
+    """Write delta = rowsum(dO * O) - dLSE: dS = P * (dP - delta) then holds with and without a gradient of the LSE."""
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     offs_d = tl.arange(0, BLOCK_DV)
     mask = rows < num_rows
@@ -192,13 +192,11 @@ def _jagged_attention_bwd_dkdv_kernel(
     dk = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], dtype=tl.float32)
     offs_n = first + tl.arange(0, BLOCK_N)
-    # Query i meets keys up to i + right and down to i - left: seen from the keys, the sides change places.
-    low, full_low, full_high, high = valid_range(first, len_q, right, left, BLOCK_N, BLOCK_M, HAS_RIGHT, HAS_LEFT)
-    # Without a window the unmasked steps run to the end of the queries: rows past it have p = 0 by their LSE. Padded
-    # keys spoil only their own rows of dK and dV, which are not stored; their share of dQ needs the mask.
-    stop = high
-    if HAS_LEFT or HAS_RIGHT:
-        stop = full_high
+    # Rows past the queries have p = 0 by their LSE, and padded keys spoil only their own rows of dK and dV, which are
+    # not stored: without a window only a dQ written here needs a mask.
+    low, split, high = query_range(first, len_q, left, right, BLOCK_N, BLOCK_M, HAS_LEFT, HAS_RIGHT)
+    if HAS_LEFT:
+        split = high
     for group in range(GROUP):
         head = head_kv * GROUP + group
         q_h = q_ptr + start_q * stride_qt + head * stride_qh
@@ -209,19 +207,15 @@ def _jagged_attention_bwd_dkdv_kernel(
         if HAS_LEFT or HAS_RIGHT:
             dk, dv = _accumulate_dkdv(
                 dk, dv, k, v, q_h, do_h, dq_h, lse_h, delta_h, stride_qt, stride_dot, num_heads * D, num_heads,
-                low, tl.minimum(full_low, high), offs_n, len_q, len_k, left, right, scale,
+                low, tl.minimum(split, high), offs_n, len_q, len_k, left, right, scale,
                 True, WRITE_DQ, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION,
             )  # fmt: skip
+        if not HAS_LEFT:
             dk, dv = _accumulate_dkdv(
                 dk, dv, k, v, q_h, do_h, dq_h, lse_h, delta_h, stride_qt, stride_dot, num_heads * D, num_heads,
-                full_high, high, offs_n, len_q, len_k, left, right, scale,
-                True, WRITE_DQ, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION,
+                split, high, offs_n, len_q, len_k, left, right, scale,
+                WRITE_DQ, WRITE_DQ, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION,
             )  # fmt: skip
-        dk, dv = _accumulate_dkdv(
-            dk, dv, k, v, q_h, do_h, dq_h, lse_h, delta_h, stride_qt, stride_dot, num_heads * D, num_heads,
-            full_low, stop, offs_n, len_q, len_k, left, right, scale,
-            WRITE_DQ, WRITE_DQ, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION,
-        )  # fmt: skip
 
     store_rows(dk_ptr, dk * scale, first, len_k, num_heads_kv * D, BLOCK_N, D, BLOCK_D)
     store_rows(dv_ptr, dv, first, len_k, num_heads_kv * D_V, BLOCK_N, D_V, BLOCK_DV)
@@ -334,18 +328,16 @@ def _jagged_attention_bwd_dq_kernel(
     dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     offs_m = first + tl.arange(0, BLOCK_M)
     scale_log2 = scale * _LOG2E
-    low, full_low, full_high, high = valid_range(first, len_k, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
-    if HAS_LEFT or HAS_RIGHT:
+    low, split, high = key_range(first, len_k, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
+    if HAS_LEFT:
+        split = low
+    else:
         dq = _accumulate_dq(
-            dq, q, do, lse, delta, k_ptr, v_ptr, stride_kt, stride_vt, low, tl.minimum(full_low, high), offs_m, len_k,
-            left, right, scale_log2, True, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
+            dq, q, do, lse, delta, k_ptr, v_ptr, stride_kt, stride_vt, low, split, offs_m, len_k,
+            left, right, scale_log2, False, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
         )  # fmt: skip
     dq = _accumulate_dq(
-        dq, q, do, lse, delta, k_ptr, v_ptr, stride_kt, stride_vt, full_low, full_high, offs_m, len_k,
-        left, right, scale_log2, False, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
-    )  # fmt: skip
-    dq = _accumulate_dq(
-        dq, q, do, lse, delta, k_ptr, v_ptr, stride_kt, stride_vt, full_high, high, offs_m, len_k,
+        dq, q, do, lse, delta, k_ptr, v_ptr, stride_kt, stride_vt, split, high, offs_m, len_k,
         left, right, scale_log2, True, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
     )  # fmt: skip
     store_rows(dq_ptr, dq * scale, first, len_q, num_heads * D, BLOCK_M, D, BLOCK_D)
@@ -413,8 +405,9 @@ def launch_backward(
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *do.stride()[:2])
     with device_guard(q):
         delta = _launch_delta(out, do, dlse)
-        config = fit_lengths(select("dkdv", widest, q.dtype, capability), max_seqlen_q, max_seqlen_k)
-        write_dq = one_key_tile(config, max_seqlen_k, left, right, (offsets_k.shape[0] - 1) * num_heads_kv)
+        write_dq = one_key_tile(select, q, v, max_seqlen_k, left, right, offsets_k.shape[0] - 1)
+        config = select("dqdkdv" if write_dq else "dkdv", widest, q.dtype, capability)
+        config = fit_lengths(config, max_seqlen_q, max_seqlen_k)
         grid = make_grid(
             "jagged_attention", offsets_k, total_k, max_seqlen_k, config.block_n, num_heads_kv, padded=write_dq
         )

@@ -1,7 +1,7 @@
 """Triton forward of jagged attention: one program per (sequence, head, tile of queries), online softmax over its keys.
 
-Steps of keys in which every pair is valid run without a mask; only the edges of the window and the sequence's last,
-partial step pay for one.
+Steps of keys in which every pair is valid run without a mask; only the causal edge and the sequence's last, partial
+step pay for one. A sliding window is masked throughout.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gem_kernels._src.attention.launch import (
 )
 from gem_kernels._src.jagged_attention.configs import select
 from gem_kernels._src.tiles.index import locate_tile
-from gem_kernels._src.tiles.mask import pair_mask, valid_range
+from gem_kernels._src.tiles.mask import key_range, pair_mask
 from gem_kernels._src.tiles.memory import load_rows, sequence_bounds, store_rows
 
 # The sizes of a batch must not select a compiled variant: each new one would stall a training step.
@@ -139,19 +139,18 @@ def _jagged_attention_fwd_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     offs_m = first + tl.arange(0, BLOCK_M)
-    low, full_low, full_high, high = valid_range(first, len_k, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
-    if HAS_LEFT or HAS_RIGHT:
+    low, split, high = key_range(first, len_k, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
+    if HAS_LEFT:
+        # A sliding window cuts nearly every tile it meets: one loop, always masked.
+        split = low
+    else:
         acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, q, k_ptr, v_ptr, stride_kt, stride_vt, low, tl.minimum(full_low, high), offs_m,
-            len_k, left, right, scale_log2, True, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
+            acc, row_max, row_sum, q, k_ptr, v_ptr, stride_kt, stride_vt, low, split, offs_m, len_k,
+            left, right, scale_log2, False, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
         )  # fmt: skip
     acc, row_max, row_sum = _attend(
-        acc, row_max, row_sum, q, k_ptr, v_ptr, stride_kt, stride_vt, full_low, full_high, offs_m,
-        len_k, left, right, scale_log2, False, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
-    )  # fmt: skip
-    acc, row_max, row_sum = _attend(
-        acc, row_max, row_sum, q, k_ptr, v_ptr, stride_kt, stride_vt, full_high, high, offs_m,
-        len_k, left, right, scale_log2, True, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
+        acc, row_max, row_sum, q, k_ptr, v_ptr, stride_kt, stride_vt, split, high, offs_m, len_k,
+        left, right, scale_log2, True, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
     )  # fmt: skip
 
     is_empty = row_sum == 0.0

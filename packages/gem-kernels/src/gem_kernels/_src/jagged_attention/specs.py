@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from gem_kernels._src.attention.configs import TileConfig, power_of_two
+from gem_kernels._src.attention.configs import MAX_HEAD_DIM_DQDKDV, Kernel, TileConfig, power_of_two
 from gem_kernels._src.attention.specs import TRITON_NAMES, attention_spec
 from gem_kernels._src.compile_spec import CompileSpec
 from gem_kernels._src.jagged_attention.backward import (
@@ -18,10 +19,11 @@ from gem_kernels._src.jagged_attention.backward import (
 from gem_kernels._src.jagged_attention.configs import select
 from gem_kernels._src.jagged_attention.forward import _jagged_attention_fwd_kernel
 
-_KERNELS = {
+_KERNELS: dict[Kernel, Any] = {
     "forward": _jagged_attention_fwd_kernel,
     "dq": _jagged_attention_bwd_dq_kernel,
     "dkdv": _jagged_attention_bwd_dkdv_kernel,
+    "dqdkdv": _jagged_attention_bwd_dkdv_kernel,
 }
 
 
@@ -33,15 +35,12 @@ def compile_specs() -> Sequence[CompileSpec]:
         for name, kernel in _KERNELS.items():
             for dtype in (torch.bfloat16, torch.float32):
                 for dim in (32, 64, 96, 128, 256):
-                    variants = [("", {}, False, False)]
-                    if name == "dkdv":
-                        variants = [("", {"WRITE_DQ": False}, False, False)]
-                    if dim == 128 and dtype == torch.bfloat16:
-                        plain = variants[0][1]
-                        variants += [("-window", plain, True, False), ("-search", plain, False, True)]
-                        if name == "dkdv":
-                            variants.append(("-write-dq", {"WRITE_DQ": True}, False, False))
-                    for suffix, constexprs, window, search in variants:
+                    if name == "dqdkdv" and dim > MAX_HEAD_DIM_DQDKDV:
+                        continue
+                    variants = [("", False, False)]
+                    if dim == 128 and dtype == torch.bfloat16 and name != "dqdkdv":
+                        variants += [("-window", True, False), ("-search", False, True)]
+                    for suffix, window, search in variants:
                         specs.append(
                             attention_spec(
                                 f"{name}-{TRITON_NAMES[dtype]}-{dim}-sm{target}{suffix}",
@@ -50,7 +49,7 @@ def compile_specs() -> Sequence[CompileSpec]:
                                 dtype,
                                 dim,
                                 target=target,
-                                constexprs=constexprs,
+                                constexprs={"WRITE_DQ": name == "dqdkdv"},
                                 window=window,
                                 search=search,
                             )

@@ -19,35 +19,54 @@ def pair_mask(offs_m, offs_n, len_k, left, right, HAS_LEFT: tl.constexpr, HAS_RI
 
 
 @triton.jit
-def valid_range(
-    first,
-    length,
+def key_range(
+    first,  # of the tile's queries
+    len_k,
     left,
     right,
-    TILE: tl.constexpr,  # rows of this program's tile
-    STEP: tl.constexpr,  # columns of one step
+    ROWS: tl.constexpr,  # queries of the tile
+    STEP: tl.constexpr,  # keys of one step
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
 ):
-    """(low, full_low, full_high, high) for rows [first, first + TILE) that meet columns i - left .. i + right.
+    """(low, split, high): keys [low, high) hold every valid pair of the tile, in steps from low.
 
-    Columns [low, high) hold every valid pair and low is a multiple of STEP. In [full_low, full_high), whole steps
-    only, every pair is valid, so that they run without a mask. Always low <= full_low <= full_high, and
-    [low, full_low), [full_low, full_high), [full_high, high) together cover [low, high).
+    Without HAS_LEFT, all pairs in [low, split) are valid, so that those steps need no mask.
     """
     low = first * 0
-    high = length
-    full_low = low
-    full_high = length
+    high = len_k
+    split = len_k // STEP * STEP
+    if HAS_RIGHT:
+        high = tl.minimum(len_k, first + ROWS + right)
+        split = tl.minimum(len_k, first + right + 1) // STEP * STEP
     if HAS_LEFT:
         low = tl.maximum(first - left, 0) // STEP * STEP
-        full_low = (tl.maximum(first + TILE - 1 - left, 0) + STEP - 1) // STEP * STEP
+    return low, split, high
+
+
+@triton.jit
+def query_range(
+    first,  # of the tile's keys
+    len_q,
+    left,
+    right,
+    ROWS: tl.constexpr,  # keys of the tile
+    STEP: tl.constexpr,  # queries of one step
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+):
+    """(low, split, high): queries [low, high) hold every valid pair of the tile, in steps from low.
+
+    Without HAS_LEFT, every key of the tile that exists is valid for the queries from ``split`` on.
+    """
+    low = first * 0
+    split = low
+    high = len_q
     if HAS_RIGHT:
-        high = tl.minimum(length, first + TILE + right)
-        full_high = tl.minimum(length, first + right + 1)
-    full_high = full_high // STEP * STEP
-    # A window narrower than a tile has no full step: all of [low, high) then counts as before full_low.
-    last = (tl.maximum(high, low) + STEP - 1) // STEP * STEP
-    full_low = tl.minimum(full_low, last)
-    full_high = tl.maximum(full_high, full_low)
-    return low, full_low, full_high, high
+        low = tl.maximum(first - right, 0) // STEP * STEP
+        split = (tl.maximum(first + ROWS - 1 - right, 0) + STEP - 1) // STEP * STEP
+        split = tl.minimum(split, (len_q + STEP - 1) // STEP * STEP)
+        split = tl.maximum(split, low)
+    if HAS_LEFT:
+        high = tl.minimum(len_q, first + ROWS + left)
+    return low, split, high
