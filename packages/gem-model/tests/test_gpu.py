@@ -80,6 +80,8 @@ def test_empty_input(config, lengths):
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
 
 
+# torch warns that the mode does not see every synchronisation.
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_forward_does_not_wait_for_the_device(config):
     model, batch, embeddings = on_gpu(*make(config))
     model(batch, embeddings)

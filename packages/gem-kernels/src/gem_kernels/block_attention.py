@@ -59,8 +59,8 @@ def block_attention(
     TF32. The forward saves nothing but its inputs: the backward computes the probabilities again. Both give the same
     bits on every run. Under autocast q, k and v are cast to the autocast dtype.
     """
+    q, k, v = autocast_operands(q, k, v)
     check_inputs(q, k, v, offsets, max_seqlen, block_size)
     scale = q.shape[2] ** -0.5 if scale is None else scale
     check_scalar(NAME, "scale", scale)
-    q, k, v = autocast_operands(q, k, v)
     return block_attention_op(q, k, v, offsets, max_seqlen, block_size, float(scale), validate)

@@ -72,6 +72,7 @@ def gdpa(
     the second matmul on CUDA. float32 inputs use full-precision matmuls, not TF32. Forward and backward give the same
     bits on every run. Under autocast q, k and v are cast to the autocast dtype.
     """
+    q, k, v = autocast_operands(q, k, v)
     check_attention("gdpa", q, k, v, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k)
     check_window("gdpa", window_size)
     check_scalar("gdpa", "pre_scale", pre_scale)
@@ -79,7 +80,6 @@ def gdpa(
     if activation not in ACTIVATION_NAMES:
         raise ValueError(f"gdpa: `activation` must be one of {', '.join(ACTIVATION_NAMES)}, got {activation!r}.")
     left, right = normalize_window(causal, window_size)
-    q, k, v = autocast_operands(q, k, v)
     return gdpa_op(
         q,
         k,

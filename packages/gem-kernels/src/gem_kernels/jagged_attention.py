@@ -66,12 +66,12 @@ def jagged_attention(
     before the second matmul on CUDA. float32 inputs use full-precision matmuls, not TF32. Forward and backward give
     the same bits on every run. Under autocast q, k and v are cast to the autocast dtype.
     """
+    q, k, v = autocast_operands(q, k, v)
     check_attention("jagged_attention", q, k, v, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k)
     check_window("jagged_attention", window_size)
     scale = q.shape[2] ** -0.5 if scale is None else scale
     check_scalar("jagged_attention", "scale", scale)
     left, right = normalize_window(causal, window_size)
-    q, k, v = autocast_operands(q, k, v)
     out, lse = jagged_attention_op(
         q, k, v, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, float(scale), left, right, validate
     )

@@ -9,8 +9,11 @@ from torch import Tensor
 def autocast_operands(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Inside ``torch.autocast`` of the tensors' device, cast them to its dtype, as torch does for matmul operands.
 
-    float64 stays as it is, also as in torch.
+    float64 stays as it is, also as in torch. Operands need not agree in dtype before: under autocast one may come from
+    a linear layer and another from a norm, so this goes before the checks, and leaves what is no tensor to them.
     """
+    if not all(isinstance(x, Tensor) for x in tensors):
+        return tensors
     device_type = tensors[0].device.type
     if not torch.is_autocast_enabled(device_type):
         return tensors
