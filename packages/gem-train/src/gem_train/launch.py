@@ -104,9 +104,9 @@ def join(device_name: str) -> World:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    options: dict[str, Any] = {}
     if _RENDEZVOUS in os.environ:
-        options |= {"init_method": f"file://{os.environ[_RENDEZVOUS]}", "rank": rank, "world_size": size}
+        options = {"init_method": f"file://{os.environ[_RENDEZVOUS]}", "rank": rank, "world_size": size}
     dist.init_process_group(backend, **options)
     return World.from_process_group(device)
 

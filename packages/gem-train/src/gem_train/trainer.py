@@ -330,10 +330,17 @@ class Trainer:
                 "tasks": window.tasks,
                 "time": phases,
                 "flops": window.flops_by_module,
+                "memory_bytes": self._peak_memory(),
             },
         )
         ne = next(iter(window.tasks.values()))["ne"]
         self._progress.values({"loss": window.loss, "NE": ne, "samples/s": rate, "MFU": usage.mfu})
+
+    def _peak_memory(self) -> int | None:
+        """Bytes that torch allocated at most on the device, of the rank with most; None on the CPU."""
+        if self._world.device.type != "cuda":
+            return None
+        return max(self._world.gather(torch.cuda.max_memory_allocated(self._world.device)))
 
     def _write(self, phase: str, values: dict[str, Any]) -> None:
         if self._log is not None:
