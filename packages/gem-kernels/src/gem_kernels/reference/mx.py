@@ -6,6 +6,7 @@ all values of its format.
 
 from __future__ import annotations
 
+import bisect
 import math
 from fractions import Fraction
 from itertools import product
@@ -47,7 +48,9 @@ def scale_exponent(amax: Fraction, elem_dtype: torch.dtype, scale_mode: str) -> 
 
 def _nearest_code(magnitude: Fraction, values: list[Fraction]) -> int:
     """Code of the value nearest to ``magnitude``; of two equally near ones the even code; saturating."""
-    return min(range(len(values)), key=lambda code: (abs(values[code] - magnitude), code % 2))
+    above = bisect.bisect_left(values, magnitude)
+    neighbours = [code for code in (above - 1, above) if 0 <= code < len(values)]
+    return min(neighbours, key=lambda code: (abs(values[code] - magnitude), code % 2))
 
 
 def mx_quantize(

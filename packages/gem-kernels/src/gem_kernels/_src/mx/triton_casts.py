@@ -20,7 +20,6 @@ from gem_kernels._src.mx.formats import (
     BLOCK_SHAPES,
     E4M3,
     E5M2,
-    SCALE_MODES,
     ElementFormat,
     block_grid,
     element_format,
@@ -269,49 +268,51 @@ def launch_dequantize(qdata: Tensor, scale: Tensor, block_shape: tuple[int, int]
     return out
 
 
+def _quantize_spec(
+    fmt: ElementFormat, block_shape: tuple[int, int], dtype: str, scale_mode: str, fake: bool
+) -> CompileSpec:
+    name = str(fmt.dtype).removeprefix("torch.float8_")
+    pointers = {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}" if fake else "*u8"}
+    if not fake:
+        pointers["scale_ptr"] = "*u8"
+    return CompileSpec(
+        id=f"{'fake-' if fake else ''}quantize-{name}-{block_shape[0]}x{block_shape[1]}-{dtype}-{scale_mode}",
+        kernel=_mx_quantize_kernel,
+        signature={**pointers, "stride_xm": "i32", "M": "i32", "K": "i32"},
+        constexprs={
+            **_constexprs(fmt, block_shape),
+            **({"scale_ptr": None} if fake else {}),
+            "EMAX": fmt.emax,
+            "RCEIL": scale_mode == "rceil",
+            "FAKE": fake,
+        },
+        aligned=(*pointers, "stride_xm", "K"),
+        num_warps=NUM_WARPS,
+    )
+
+
+def _dequantize_spec(fmt: ElementFormat, block_shape: tuple[int, int], dtype: str) -> CompileSpec:
+    name = str(fmt.dtype).removeprefix("torch.float8_")
+    return CompileSpec(
+        id=f"dequantize-{name}-{block_shape[0]}x{block_shape[1]}-{dtype}",
+        kernel=_mx_dequantize_kernel,
+        signature={"qdata_ptr": "*u8", "scale_ptr": "*u8", "out_ptr": f"*{dtype}", "M": "i32", "K": "i32"},
+        constexprs=_constexprs(fmt, block_shape),
+        aligned=("qdata_ptr", "scale_ptr", "out_ptr", "K"),
+        num_warps=NUM_WARPS,
+    )
+
+
 def compile_specs() -> Sequence[CompileSpec]:
-    """The variants that the launchers use: every block shape, element format, scale mode and input dtype."""
+    """Every block shape in bfloat16 and float32, and one variant each of the other formats, modes and dtypes."""
     specs = []
-    for fmt in (E4M3, E5M2):
-        for block_shape in BLOCK_SHAPES:
-            name = f"{str(fmt.dtype).removeprefix('torch.float8_')}-{block_shape[0]}x{block_shape[1]}"
-            for dtype in ("bf16", "fp32", "fp16"):
-                constexprs = _constexprs(fmt, block_shape)
-                specs.append(
-                    CompileSpec(
-                        id=f"dequantize-{name}-{dtype}",
-                        kernel=_mx_dequantize_kernel,
-                        signature={
-                            "qdata_ptr": "*u8",
-                            "scale_ptr": "*u8",
-                            "out_ptr": f"*{dtype}",
-                            "M": "i32",
-                            "K": "i32",
-                        },
-                        constexprs=constexprs,
-                        aligned=("qdata_ptr", "scale_ptr", "out_ptr", "K"),
-                        num_warps=NUM_WARPS,
-                    )
-                )
-                for scale_mode in SCALE_MODES:
-                    for fake in (False, True):
-                        pointers = {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}" if fake else "*u8"}
-                        if not fake:
-                            pointers["scale_ptr"] = "*u8"
-                        specs.append(
-                            CompileSpec(
-                                id=f"{'fake-' if fake else ''}quantize-{name}-{dtype}-{scale_mode}",
-                                kernel=_mx_quantize_kernel,
-                                signature={**pointers, "stride_xm": "i64", "M": "i32", "K": "i32"},
-                                constexprs={
-                                    **constexprs,
-                                    **({"scale_ptr": None} if fake else {}),
-                                    "EMAX": fmt.emax,
-                                    "RCEIL": scale_mode == "rceil",
-                                    "FAKE": fake,
-                                },
-                                aligned=(*pointers, "stride_xm", "K"),
-                                num_warps=NUM_WARPS,
-                            )
-                        )
+    for block_shape in BLOCK_SHAPES:
+        for dtype in ("bf16", "fp32"):
+            specs += [_quantize_spec(E4M3, block_shape, dtype, "rceil", fake) for fake in (False, True)]
+            specs.append(_dequantize_spec(E4M3, block_shape, dtype))
+    specs += [
+        _quantize_spec(E4M3, (1, 32), "fp16", "floor", False),
+        _quantize_spec(E5M2, (32, 32), "fp16", "floor", True),
+        _dequantize_spec(E5M2, (1, 32), "fp16"),
+    ]
     return specs

@@ -14,14 +14,17 @@ from torch import Tensor
 
 from gem_kernels._src.mx.formats import ELEMENT_NAN, FLOAT32_INF, SCALE_NAN, ElementFormat, block_grid, element_format
 
-_TILE_ELEMENTS = 1 << 16
-_ABS_MASK = 0x7FFFFFFF
-_EXPONENT_MASK = 0x7F800000
-_SIGN_BIT = -(1 << 31)
+_TILE_ELEMENTS = 1 << 17
+# Tensors, because a Python number would be cast to int32 anew in every operation.
+_ABS_MASK = torch.tensor(0x7FFFFFFF, dtype=torch.int32)
+_EXPONENT_MASK = torch.tensor(0x7F800000, dtype=torch.int32)
+_SIGN_BIT = torch.tensor(-(1 << 31), dtype=torch.int32)
 # Adding it carries into the exponent exactly when the mantissa is above 1.75, the mantissa of the largest element.
 _RCEIL_CARRY = 0x1FFFFF
-# From this magnitude (2**100) on, the rounding constant of the fused form could overflow. NaN and Inf lie above it too.
-_FUSED_LIMIT = (100 + 127) << 23
+# Block maxima between 2**-80 and 2**100, or 0, take the fused form. Above, its rounding constant could overflow, and
+# NaN and Inf lie there too; far below, elements are float32 subnormals, whose exponent field does not tell their size.
+_FUSED_MIN = (127 - 80) << 23
+_FUSED_MAX = (127 + 100) << 23
 
 
 class _Tile(NamedTuple):
@@ -108,28 +111,34 @@ def _dequantize_tile(elements: Tensor, scale_byte: Tensor, tile: _Tile) -> Tenso
     return elements.to(torch.float32) * _spread(factor, tile)
 
 
-def _fake_quantize_tile(values: Tensor, tile: _Tile, fmt: ElementFormat, scale_mode: str) -> Tensor:
-    """Dequantised float32 values, folded like the contiguous float32 ``values``."""
+def _fake_quantize_tile(values: Tensor, out: Tensor, tile: _Tile, fmt: ElementFormat, scale_mode: str) -> None:
+    """Write dequantised values to ``out``, folded like the contiguous float32 ``values``."""
     bits = values.view(torch.int32)
     power = bits & _ABS_MASK
     amax_bits = _block_amax(power, tile)
-    if int(amax_bits.max()) >= _FUSED_LIMIT:
+    lowest, highest = torch.aminmax(amax_bits.masked_fill(amax_bits == 0, _FUSED_MIN))
+    if int(lowest) < _FUSED_MIN or int(highest) >= _FUSED_MAX:
         codes, scale_byte = _quantize_tile(values, tile, fmt, scale_mode)
-        return _dequantize_tile(codes.view(fmt.dtype), scale_byte, tile)
-    scale_byte = _scale_bytes(amax_bits, fmt, scale_mode)
-    min_normal = _power_of_two(scale_byte + (1 - fmt.bias))
-    # Positive floats order like their bits, so the power of two and its lower bound are found in integers.
+        out.copy_(_dequantize_tile(codes.view(fmt.dtype), scale_byte, tile))
+        return
+    # The smallest normal element times the scale, in floats, where the smallest of them are subnormal.
+    rounded = amax_bits + _RCEIL_CARRY if scale_mode == "rceil" else amax_bits
+    min_normal = (rounded & _EXPONENT_MASK).view(torch.float32) * (fmt.min_normal * 2.0**-fmt.emax)
+    min_normal.clamp_(min=fmt.min_normal * 2.0**-127)
+    # Positive floats order like their bits, so each value's power of two and its lower bound are found in integers.
     torch.maximum(power.bitwise_and_(_EXPONENT_MASK), _spread(min_normal.view(torch.int32), tile), out=power)
     quantum = power.view(torch.float32)
     shift = 1.5 * 2.0 ** (23 - fmt.mantissa_bits)
-    result = torch.add(values, quantum, alpha=shift).sub_(quantum, alpha=shift)
+    result = out if out.dtype == torch.float32 else torch.empty_like(values)
+    torch.add(values, quantum, alpha=shift, out=result).sub_(quantum, alpha=shift)
     if scale_mode == "floor":
-        limit = _spread(_power_of_two(scale_byte) * fmt.max_value, tile)
+        limit = _spread(min_normal * (fmt.max_value / fmt.min_normal), tile)
         torch.minimum(result, limit, out=result)
         torch.maximum(result, -limit, out=result)
     # A value that rounds to zero keeps its sign.
     result.view(torch.int32).bitwise_or_(torch.bitwise_and(bits, _SIGN_BIT, out=power))
-    return result
+    if result is not out:
+        out.copy_(result)
 
 
 def quantize(
@@ -138,7 +147,7 @@ def quantize(
     """Codes in ``elem_dtype`` (M, K) and E8M0 scales, one per block."""
     fmt = element_format(elem_dtype)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    scale = torch.empty(block_grid(*x.shape, block_shape), dtype=torch.uint8, device=x.device)
+    scale = torch.empty(block_grid(x.shape[0], x.shape[1], block_shape), dtype=torch.uint8, device=x.device)
     for tile in _tiles(x, block_shape):
         values = _fold(x[tile.rows, tile.cols].to(torch.float32), tile)
         tile_codes, scale_byte = _quantize_tile(values, tile, fmt, scale_mode)
@@ -169,5 +178,5 @@ def fake_quantize(x: Tensor, block_shape: tuple[int, int], elem_dtype: torch.dty
     for tile in _tiles(x, block_shape):
         # Contiguous, so that the values and their bits have one layout.
         values = _fold(x[tile.rows, tile.cols].to(torch.float32).contiguous(), tile)
-        _fold(out[tile.rows, tile.cols], tile).copy_(_fake_quantize_tile(values, tile, fmt, scale_mode))
+        _fake_quantize_tile(values, _fold(out[tile.rows, tile.cols], tile), tile, fmt, scale_mode)
     return out
