@@ -33,8 +33,10 @@ def pytest_collection_modifyitems(items):
 def run_ranks(path: Path, function: str, world_size: int, folder: Path, backend: str = "gloo", **arguments):
     """Run `function(rank, world_size, folder, **arguments)` of the file `path` on `world_size` ranks; their results."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    # A process that was forked from one that has imported torch's CUDA parts cannot use CUDA.
+    context = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
+    if backend == "gloo":
+        context.set_forkserver_preload(PRELOAD)
     folder.mkdir(parents=True, exist_ok=True)
     run = folder / f"{function}-{world_size}-{time.monotonic_ns()}"
     run.mkdir()

@@ -7,6 +7,7 @@ vector whatever it learnt, and dropping needs no dynamic shapes and no device sy
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -25,6 +26,17 @@ it."""
 
 MAX_IDS_PER_BAG = 256
 """Bound for the largest table of a skewed group, whose bag count all its tables share."""
+
+
+def _silence_notes() -> None:
+    """fbgemm notes, as warnings and at each use, that its Adam is not optimised and that a Blackwell path is off.
+
+    They say nothing about the result, and would stop a program that treats warnings as errors inside backward.
+    """
+    warnings.filterwarnings(
+        "ignore", message=r"\s*\S*\s*\[FBGEMM_GPU\] NOTE: The training optimizer", category=UserWarning
+    )
+    warnings.filterwarnings("ignore", message="TBE B200 optimization", category=UserWarning)
 
 
 def state_names(kind: str) -> tuple[str, ...]:
@@ -116,6 +128,7 @@ class FbgemmEngine:
             decay["weight_decay"] = optimizer.weight_decay
             if optimizer.kind == "rowwise_adagrad":
                 decay["weight_decay_mode"] = WeightDecayMode.DECOUPLE
+        _silence_notes()
         self._tbe: Any = SplitTableBatchedEmbeddingBagsCodegen(
             [(rows + 1, dim, location, compute) for rows in num_rows],
             optimizer=kinds[optimizer.kind],
