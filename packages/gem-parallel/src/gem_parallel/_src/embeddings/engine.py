@@ -29,7 +29,7 @@ MAX_IDS_PER_BAG = 256
 
 
 def _silence_notes() -> None:
-    """fbgemm notes, as warnings and at each use, that its Adam is not optimised and that a Blackwell path is off.
+    """Ignore notes, sent as warnings at each use, that fbgemm's Adam is not optimised and a Blackwell path is off.
 
     They say nothing about the result, and would stop a program that treats warnings as errors inside backward.
     """
