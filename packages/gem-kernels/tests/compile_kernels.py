@@ -1,7 +1,6 @@
 """Compile every kernel variant that the ops name, for GPUs that need not be here; one JSON line per variant on stdout.
 
 Arguments, if any, are the ops to compile: ``python tests/compile_kernels.py block_attention``.
-
 Run in a process of its own: once triton is imported for its interpreter, it compiles nothing.
 """
 
@@ -9,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
 import os
 import pkgutil
 import re
@@ -17,7 +17,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+
+MAX_WORKERS = 8
 
 
 def modules_with_specs() -> Iterator[tuple[str, object]]:
@@ -45,39 +48,53 @@ def resources(cubin: bytes, cuobjdump: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def main() -> None:
-    os.environ.pop("TRITON_INTERPRET", None)
-    # What Triton 3.9 does when it is unset, without its warning.
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+def compile_spec(module_name: str, index: int) -> list[dict[str, object]]:
+    """One row per target of a module's ``index``-th variant."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    cuobjdump = triton.knobs.nvidia.cuobjdump.path
+    spec = importlib.import_module(module_name).compile_specs()[index]
+    names = spec.kernel.arg_names
+    source = ASTSource(
+        fn=spec.kernel,
+        signature={name: spec.signature.get(name, "constexpr") for name in names},
+        constexprs=dict(spec.constexprs),
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in spec.aligned},
+    )
+    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages}
+    rows = []
+    for target in spec.targets:
+        row: dict[str, object] = {"id": spec.id, "target": target, "max_spill_bytes": spec.max_spill_bytes}
+        start = time.perf_counter()
+        try:
+            kernel = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+            row["shared_bytes"] = kernel.metadata.shared
+            row["registers"], row["spill_bytes"] = resources(kernel.asm["cubin"], triton.knobs.nvidia.cuobjdump.path)
+        except Exception as error:
+            row["error"] = f"{type(error).__name__}: {error}"[:2000]
+        row["seconds"] = round(time.perf_counter() - start, 3)
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
+    # What Triton 3.9 does when it is unset, without its warning.
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     chosen = sys.argv[1:]
-    for op, module in modules_with_specs():
-        if chosen and op not in chosen:
-            continue
-        for spec in module.compile_specs():
-            names = spec.kernel.arg_names
-            source = ASTSource(
-                fn=spec.kernel,
-                signature={name: spec.signature.get(name, "constexpr") for name in names},
-                constexprs=dict(spec.constexprs),
-                attrs={(names.index(name),): [["tt.divisibility", 16]] for name in spec.aligned},
-            )
-            options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages}
-            for target in spec.targets:
-                row = {"op": op, "id": spec.id, "target": target, "max_spill_bytes": spec.max_spill_bytes}
-                start = time.perf_counter()
-                try:
-                    kernel = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
-                    row["shared_bytes"] = kernel.metadata.shared
-                    row["registers"], row["spill_bytes"] = resources(kernel.asm["cubin"], cuobjdump)
-                except Exception as error:
-                    row["error"] = f"{type(error).__name__}: {error}"[:2000]
-                row["seconds"] = round(time.perf_counter() - start, 3)
-                sys.stdout.write(json.dumps(row) + "\n")
+    modules = [(op, module) for op, module in modules_with_specs() if not chosen or op in chosen]
+    workers = min(os.cpu_count() or 1, MAX_WORKERS)
+    # Not forked: the parent has imported torch, whose threads do not survive one.
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        work = [
+            (op, pool.submit(compile_spec, module.__name__, index))
+            for op, module in modules
+            for index in range(len(module.compile_specs()))
+        ]
+        for op, future in work:
+            for row in future.result():
+                sys.stdout.write(json.dumps({"op": op, **row}) + "\n")
                 sys.stdout.flush()
 
 

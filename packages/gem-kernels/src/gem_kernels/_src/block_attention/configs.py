@@ -27,17 +27,19 @@ class ChunkConfig:
 def select(direction: Direction, dtype: torch.dtype, block_size: int, head_dim: int, head_dim_v: int) -> ChunkConfig:
     """Configuration of one kernel; a pure function, so that all ranks of a job agree.
 
-    Chosen so that no variant spills registers on sm_90 and sm_100 and all fit the 99 KiB of shared memory that the
-    small GPUs of sm_86 and sm_89 give a block.
+    Chosen so that no variant spills registers on sm_90 and sm_100, few do a little on sm_80, and all fit the 99 KiB of
+    shared memory that a block has on sm_86 and sm_89.
     """
     widest = max(power_of_two(head_dim), power_of_two(head_dim_v))
     largest_d = largest_dv = 128
     if dtype == torch.float32:
         # Full float32 products keep their operands in registers.
         largest_d = largest_dv = 16
-    elif block_size == 128 and direction == "backward":
-        # Two (128, 128) tiles stay in registers all along; what is left holds no wide product beside them.
-        largest_d, largest_dv = 64, 64 if widest <= 64 else 32
+    elif block_size == 128:
+        # One or two (128, 128) tiles stay in registers all along; no wide product fits beside them.
+        largest_d = largest_dv = 64
+        if direction == "backward" and widest > 64:
+            largest_dv = 32
     return ChunkConfig(
         block_d=min(power_of_two(head_dim), largest_d),
         block_dv=min(power_of_two(head_dim_v), largest_dv),

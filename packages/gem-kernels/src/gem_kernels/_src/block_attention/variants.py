@@ -32,7 +32,15 @@ _SHAPES: dict[Direction, tuple[tuple[int, int, int], ...]] = {
 }
 
 
-def _spec(direction: Direction, dtype: torch.dtype, block_size: int, head_dim: int, group: int) -> CompileSpec:
+def _spec(
+    direction: Direction,
+    dtype: torch.dtype,
+    block_size: int,
+    head_dim: int,
+    group: int,
+    targets: tuple[int, ...] = (90, 100),
+    max_spill_bytes: int = 0,
+) -> CompileSpec:
     config = select(direction, dtype, block_size, head_dim, head_dim)
     kernel = _KERNELS[direction]
     constexprs = {
@@ -56,21 +64,29 @@ def _spec(direction: Direction, dtype: torch.dtype, block_size: int, head_dim: i
             signature[name] = f"*{_NAMES[dtype]}"
         else:
             signature[name] = "fp32" if name.startswith("scale") else "i32"
+    suffix = f"-group{group}" if group > 1 else "-sm80" if targets == (80,) else ""
     return CompileSpec(
-        id=f"{direction}-{_NAMES[dtype]}-block{block_size}-D{head_dim}" + (f"-group{group}" if group > 1 else ""),
+        id=f"{direction}-{_NAMES[dtype]}-block{block_size}-D{head_dim}{suffix}",
         kernel=kernel,
         signature=signature,
         constexprs=constexprs,
         aligned=tuple(name for name in signature if name.endswith("_ptr") or name.startswith("stride")),
         num_warps=config.num_warps,
         num_stages=1,
+        targets=targets,
+        max_spill_bytes=max_spill_bytes,
     )
 
 
 def compile_specs() -> Sequence[CompileSpec]:
-    """Forward and backward in bfloat16, and one shape of each in float16, whose code differs in the dtype only."""
+    """Forward and backward in bfloat16, and one shape of each in float16, whose code differs in the dtype only.
+
+    sm_80 has its own matrix instructions and less shared memory: the usual shape is built for it too, and its
+    backward may spill a few registers.
+    """
     specs = []
     for direction, shapes in _SHAPES.items():
         specs += [_spec(direction, torch.bfloat16, *shape) for shape in shapes]
         specs.append(_spec(direction, torch.float16, 64, 64, 1))
+        specs.append(_spec(direction, torch.bfloat16, 64, 128, 1, targets=(80,), max_spill_bytes=64))
     return specs
