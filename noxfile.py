@@ -271,6 +271,9 @@ def build(session: nox.Session) -> None:
         gem = str(python.with_name("gem"))
         session.run(gem, "doctor", env=environment(session))
         session.run(gem, "train", "synthetic", "--steps", "3", "--out", f"{folder}/run", env=environment(session))
+        removed = ("gem-kernels", "gem-model", "gem-precision", "fbgemm-gpu-cpu")
+        session.run(str(python), "-m", "pip", "uninstall", "-q", "-y", *removed)
+        session.run(str(python), str(ROOT / ".ci" / "wheels.py"), "alone", str(dist))
 
 
 # ---------------------------------------------------------------- whole

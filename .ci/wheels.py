@@ -1,11 +1,14 @@
-"""Checks of the built distributions: `contents DIST` looks into the archives, `imports DIST` imports every module.
+"""Checks of the built distributions.
 
-`imports` runs in an environment where the wheels are installed, from a directory outside the checkout.
+`contents DIST` looks into the archives. `imports DIST` imports every module, in an environment where the wheels are
+installed and from a directory outside the checkout. `alone DIST` does that for gem-train and gem-parallel where nothing
+but their required dependencies is installed: all but the recipes must import without the extras.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import tarfile
 import zipfile
@@ -54,11 +57,11 @@ def contents(dist: Path) -> int:
     return 1 if found else 0
 
 
-def imports(dist: Path) -> int:
+def imports(dist: Path, packages: tuple[str, ...] = ("*",), without: str = "/") -> int:
     count = 0
-    for wheel in sorted(dist.glob("*.whl")):
+    for wheel in sorted(wheel for package in packages for wheel in dist.glob(f"{package}-*.whl")):
         for name in sorted(zipfile.ZipFile(wheel).namelist()):
-            if not name.endswith(".py") or name.endswith("__main__.py"):
+            if not name.endswith(".py") or name.endswith("__main__.py") or name.startswith(without):
                 continue
             module = importlib.import_module(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
             assert module.__file__ is not None
@@ -70,6 +73,14 @@ def imports(dist: Path) -> int:
     return 0
 
 
+def alone(dist: Path) -> int:
+    for module in ("gem_kernels", "gem_model", "gem_precision", "fbgemm_gpu"):
+        if importlib.util.find_spec(module) is not None:
+            print(f"{module} is installed: this check is about life without it")
+            return 1
+    return imports(dist, ("gem_parallel", "gem_train"), without="gem_train/recipes/")
+
+
 if __name__ == "__main__":
     command, folder = sys.argv[1:]
-    sys.exit({"contents": contents, "imports": imports}[command](Path(folder).resolve()))
+    sys.exit({"contents": contents, "imports": imports, "alone": alone}[command](Path(folder).resolve()))
