@@ -1,3 +1,40 @@
-from gem_precision._version import __version__
+"""Low-precision training recipes for ranking models, applied from outside and reported layer by layer."""
 
-__all__ = ["__version__"]
+from gem_precision._version import __version__
+from gem_precision.attention import (
+    BF16GDPA,
+    MXFP8GDPA,
+    BF16BlockAttention,
+    BF16JaggedAttention,
+    MXFP8BlockAttention,
+    MXFP8JaggedAttention,
+)
+from gem_precision.convert import convert
+from gem_precision.linear import BF16Linear, MXFP8Linear
+from gem_precision.recipe import BF16Recipe, FP32Recipe, MXFP8Recipe, Recipe, ScaleMode, get_recipe, recipe_names
+from gem_precision.report import LayerReport, PrecisionSummary, describe, format_report, summarize
+
+__all__ = [
+    "BF16GDPA",
+    "MXFP8GDPA",
+    "BF16BlockAttention",
+    "BF16JaggedAttention",
+    "BF16Linear",
+    "BF16Recipe",
+    "FP32Recipe",
+    "LayerReport",
+    "MXFP8BlockAttention",
+    "MXFP8JaggedAttention",
+    "MXFP8Linear",
+    "MXFP8Recipe",
+    "PrecisionSummary",
+    "Recipe",
+    "ScaleMode",
+    "__version__",
+    "convert",
+    "describe",
+    "format_report",
+    "get_recipe",
+    "recipe_names",
+    "summarize",
+]

@@ -1,0 +1,157 @@
+"""Attention modules in low precision: the modules of ``gem_kernels`` around which operands are cast.
+
+MXFP8 (emulated). Q, K and the gradient dO are quantised in 32x32 blocks of (tokens, channels) of one head, V in 32x1
+blocks along tokens, its reduction dim in P V. Token blocks start at each sequence's own start, so no value reaches
+another sequence. The probabilities P and their gradient dS stay in high precision: they exist only inside the op.
+
+- Square blocks serve both orientations, so Q, K and dO are quantised once for all the products that read them:
+  S = Q Kᵀ, dQ = dS K, dK = dSᵀ Q, dV = Pᵀ dO and dP = dO Vᵀ.
+- dP = dO Vᵀ reduces over the channels of V but reads the V of the forward product, quantised along tokens.
+- A block of 32 tokens shares scales. With a causal mask a later token of the block can therefore change how an earlier
+  one is rounded, by at most one unit of FP8; it never changes which pairs attend.
+
+Block shapes: the 32x32 and 32x1 choices published for GEM's attention kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gem_kernels.modules import GDPA, BlockAttention, JaggedAttention
+from gem_precision._src.jagged_blocks import JaggedBlocks
+from gem_precision._src.quantize import quantize_jagged, quantize_jagged_grad
+from gem_precision.recipe import BF16Recipe, MXFP8Recipe
+
+__all__ = [
+    "BF16GDPA",
+    "MXFP8GDPA",
+    "BF16BlockAttention",
+    "BF16JaggedAttention",
+    "MXFP8BlockAttention",
+    "MXFP8JaggedAttention",
+]
+
+_SQUARE = (32, 32)
+_ALONG_TOKENS = (32, 1)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _check(name: str, x: Tensor, offsets_name: str, offsets: Tensor) -> None:
+    """Raise on what the casts cannot read; the op itself checks everything else before it computes."""
+    if x.dim() != 3:
+        raise ValueError(f"MXFP8 attention: `{name}` must have shape (T, H, D), got {tuple(x.shape)}.")
+    if x.dtype not in _DTYPES:
+        raise TypeError(
+            f"MXFP8 attention: `{name}` must be float32, bfloat16 or float16, got {x.dtype}; cast it first."
+        )
+    if offsets.dim() != 1 or offsets.shape[0] < 1:
+        raise ValueError(f"MXFP8 attention: `{offsets_name}` must have shape (B + 1,), got {tuple(offsets.shape)}.")
+
+
+class _MXFP8TwoSided:
+    """Casts around a module with offsets on both sides."""
+
+    recipe = MXFP8Recipe()
+
+    def __init__(self, *args: Any, recipe: MXFP8Recipe | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.recipe = MXFP8Recipe() if recipe is None else recipe
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        offsets_q: Tensor,
+        offsets_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+    ) -> Tensor:
+        """Map q (T_q, H, D), k (T_k, H_kv, D), v (T_k, H_kv, D_v) to (T_q, H, D_v)."""
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            side = "offsets_q" if name == "q" else "offsets_k"
+            _check(name, x, side, offsets_q if name == "q" else offsets_k)
+        blocks_q = JaggedBlocks.of(offsets_q, q.shape[0], max_seqlen_q)
+        shared = offsets_k is offsets_q and q.shape[0] == k.shape[0]
+        blocks_k = blocks_q if shared else JaggedBlocks.of(offsets_k, k.shape[0], max_seqlen_k)
+        out = super().forward(  # type: ignore[misc]
+            quantize_jagged(q, blocks_q, _SQUARE, self.recipe),
+            quantize_jagged(k, blocks_k, _SQUARE, self.recipe),
+            quantize_jagged(v, blocks_k, _ALONG_TOKENS, self.recipe),
+            offsets_q=offsets_q,
+            offsets_k=offsets_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+        )
+        return quantize_jagged_grad(out, blocks_q, _SQUARE, self.recipe)
+
+
+class MXFP8JaggedAttention(_MXFP8TwoSided, JaggedAttention):
+    """``gem_kernels.modules.JaggedAttention`` on MXFP8 operands; arguments as there, and ``recipe``."""
+
+
+class MXFP8GDPA(_MXFP8TwoSided, GDPA):
+    """``gem_kernels.modules.GDPA`` on MXFP8 operands; arguments as there, and ``recipe``."""
+
+
+class MXFP8BlockAttention(BlockAttention):
+    """``gem_kernels.modules.BlockAttention`` on MXFP8 operands.
+
+    Args:
+        block_size: Tokens of an attention block: 32, 64 or 128. Each holds whole blocks of the casts.
+        scale: Factor on the scores; default ``D ** -0.5``.
+        recipe: Formats of the casts.
+    """
+
+    recipe = MXFP8Recipe()
+
+    def __init__(self, block_size: int = 64, scale: float | None = None, *, recipe: MXFP8Recipe | None = None) -> None:
+        super().__init__(block_size=block_size, scale=scale)
+        self.recipe = MXFP8Recipe() if recipe is None else recipe
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, offsets: Tensor, max_seqlen: int) -> Tensor:
+        """Map q (T, H, D), k (T, H_kv, D), v (T, H_kv, D_v) to (T, H, D_v)."""
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            _check(name, x, "offsets", offsets)
+        blocks = JaggedBlocks.of(offsets, q.shape[0], max_seqlen)
+        if k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0]:
+            raise ValueError(
+                f"MXFP8BlockAttention: `k` and `v` must have the rows of `q`, {q.shape[0]}, "
+                f"got {k.shape[0]} and {v.shape[0]}."
+            )
+        out = super().forward(
+            quantize_jagged(q, blocks, _SQUARE, self.recipe),
+            quantize_jagged(k, blocks, _SQUARE, self.recipe),
+            quantize_jagged(v, blocks, _ALONG_TOKENS, self.recipe),
+            offsets=offsets,
+            max_seqlen=max_seqlen,
+        )
+        return quantize_jagged_grad(out, blocks, _SQUARE, self.recipe)
+
+
+class _BF16Operands:
+    """Casts of Q, K and V to bfloat16 and of the result back, around a module's forward."""
+
+    recipe = BF16Recipe()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **batch: Any) -> Tensor:
+        """The wrapped module's shapes; the result has the dtype of q."""
+        q_low, k_low, v_low = (x.to(torch.bfloat16) for x in (q, k, v))
+        out: Tensor = super().forward(q_low, k_low, v_low, **batch)  # type: ignore[misc]
+        return out.to(q.dtype)
+
+
+class BF16JaggedAttention(_BF16Operands, JaggedAttention):
+    """``gem_kernels.modules.JaggedAttention`` on bfloat16 operands; arguments as there."""
+
+
+class BF16GDPA(_BF16Operands, GDPA):
+    """``gem_kernels.modules.GDPA`` on bfloat16 operands; arguments as there."""
+
+
+class BF16BlockAttention(_BF16Operands, BlockAttention):
+    """``gem_kernels.modules.BlockAttention`` on bfloat16 operands; arguments as there."""

@@ -1,0 +1,145 @@
+"""Linear layers in low precision: ``torch.nn.Linear`` with the same parameters and other arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+from gem_precision._src.quantize import fake_quantize
+from gem_precision.recipe import BF16Recipe, MXFP8Recipe
+
+__all__ = ["BF16Linear", "MXFP8Linear"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _MXFP8Matmul(torch.autograd.Function):
+    """The three matmuls of a linear layer on rows (T, K), each with operands quantised along its reduction dim.
+
+    Saves the operands in high precision: the weight gradient needs x along tokens, which cannot be had from x quantised
+    along features without rounding twice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: MXFP8Recipe) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.recipe = recipe
+        x_q = fake_quantize(x, (1, 32), recipe)
+        weight_q = fake_quantize(weight, recipe.weight_block_shape, recipe)
+        return linear(x_q, weight_q, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grads
+        x, weight = ctx.saved_tensors
+        recipe: MXFP8Recipe = ctx.recipe
+        dx = dweight = dbias = None
+        if ctx.needs_input_grad[0]:
+            # Row blocks of the transposed weight are its column blocks.
+            weight_q = fake_quantize(weight, (32, 32) if recipe.weight_block_shape == (32, 32) else (32, 1), recipe)
+            dx = fake_quantize(dy, (1, 32), recipe) @ weight_q
+        if ctx.needs_input_grad[1]:
+            if recipe.wgrad == "mxfp8":
+                dweight = fake_quantize(dy, (32, 1), recipe).t() @ fake_quantize(x, (32, 1), recipe)
+            else:
+                dweight = dy.t() @ x
+        if ctx.needs_input_grad[2]:
+            dbias = dy.sum(0)
+        return dx, dweight, dbias, None
+
+
+class MXFP8Linear(nn.Linear):
+    """``nn.Linear`` whose forward and backward matmuls read MXFP8 operands.
+
+    Emulated: operands are quantised and dequantised, products and sums are in the dtype of the input. Activations are
+    quantised per token along features, so a token never changes another token's output. The bias, its gradient and the
+    sums stay in high precision. Any sizes: blocks at ragged edges are smaller.
+
+    Args:
+        in_features: K.
+        out_features: N.
+        bias: Whether y = x Wᵀ + b.
+        device: Of the parameters.
+        dtype: Of the parameters: float32, bfloat16 or float16.
+        recipe: Formats and policies. Its ``min_features`` speaks to ``convert`` only.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: MXFP8Recipe | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.recipe = MXFP8Recipe() if recipe is None else recipe
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., K) -> (..., N) in the dtype of the input; under autocast, in the autocast dtype."""
+        x: Tensor = input
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        device_type = x.device.type
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        if x.dtype not in _DTYPES or weight.dtype != x.dtype:
+            raise TypeError(
+                "MXFP8Linear: `input` must be float32, bfloat16 or float16 like the weight, "
+                f"got {x.dtype} and a weight in {weight.dtype}; cast one of them."
+            )
+        if x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"MXFP8Linear: `input` must have {self.in_features} features in its last dim, got {tuple(x.shape)}."
+            )
+        with torch.autocast(device_type, enabled=False):
+            out = _MXFP8Matmul.apply(x.reshape(-1, self.in_features), weight, bias, self.recipe)
+        assert isinstance(out, Tensor)
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={self.recipe.name}, backend={self.recipe.resolved_backend}"
+
+
+class BF16Linear(nn.Linear):
+    """``nn.Linear`` that multiplies in bfloat16, forward and backward, and keeps its parameters as they are.
+
+    Like autocast, but of this layer alone, and the result returns in the dtype of the input.
+
+    Args:
+        in_features: K.
+        out_features: N.
+        bias: Whether y = x Wᵀ + b.
+        device: Of the parameters.
+        dtype: Of the parameters; gradients have it too.
+        recipe: Its ``min_features`` speaks to ``convert`` only.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: BF16Recipe | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.recipe = BF16Recipe() if recipe is None else recipe
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., K) -> (..., N) in the dtype of the input."""
+        bias = None if self.bias is None else self.bias.to(torch.bfloat16)
+        return linear(input.to(torch.bfloat16), self.weight.to(torch.bfloat16), bias).to(input.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={self.recipe.name}"
