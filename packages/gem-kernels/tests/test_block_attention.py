@@ -544,12 +544,14 @@ def test_cuda_80000_sequences(dtype):
     case = Case(id="", lengths=tuple(lengths.tolist()), num_heads=1, num_heads_kv=1)
     inputs = case.inputs(dtype)
     results = run_op(inputs.to("cuda"), case)
-    # The same numbers from the CPU kernel: a Python loop over 80,000 sequences takes minutes.
+    # The same numbers from the CPU kernel: a Python loop over 80,000 sequences takes minutes. In half precision it
+    # computes in float32, so its error is that of the last rounding alone; hence the wider bound.
     exact = run_op(inputs.to(torch.float64), case)
     eager = run_op(inputs, case)
     for name, x, y, z in zip(NAMES, results, exact, eager, strict=True):
-        floor = torch.finfo(dtype).eps * max(1.0, float(y.abs().max()))
-        assert_matches_oracle(name, x, y, z, floor=floor, offsets=inputs.offsets_q)
+        units = 16 if dtype == torch.float32 else 1
+        floor = units * torch.finfo(dtype).eps * max(1.0, float(y.abs().max()))
+        assert_matches_oracle(name, x, y, z, factor=3.0, floor=floor, offsets=inputs.offsets_q)
 
 
 @pytest.mark.gpu

@@ -65,12 +65,12 @@ def _block_attention_bwd_kernel(
     q_ptr += head * stride_qh
     k_ptr += head // GROUP * stride_kh
     v_ptr += head // GROUP * stride_vh
-    # The gradients are contiguous.
+    # The gradients are contiguous. A cast, not .to(): Triton passes a single head as a constant.
     dq_ptr += head * D
     dk_ptr += head * D
     dv_ptr += head * D_V
-    stride_dqt = num_heads.to(tl.int64) * D
-    stride_dvt = num_heads.to(tl.int64) * D_V
+    stride_dqt = tl.cast(num_heads, tl.int64) * D
+    stride_dvt = tl.cast(num_heads, tl.int64) * D_V
 
     scores = tl.zeros([BLOCK, BLOCK], dtype=tl.float32)
     for d in tl.static_range(0, D, BLOCK_D):

@@ -38,6 +38,8 @@ def _spec(
     block_size: int,
     head_dim: int,
     group: int,
+    *,
+    single_head: bool = False,
     targets: tuple[int, ...] = (90, 100),
     max_spill_bytes: int = 0,
 ) -> CompileSpec:
@@ -52,6 +54,8 @@ def _spec(
         "BLOCK_DV": config.block_dv,
         "PRECISION": precision_of(dtype),
     }
+    if single_head:
+        constexprs["num_heads"] = 1
     signature = {}
     for name in kernel.arg_names:
         if name in constexprs:
@@ -64,7 +68,7 @@ def _spec(
             signature[name] = f"*{_NAMES[dtype]}"
         else:
             signature[name] = "fp32" if name.startswith("scale") else "i32"
-    suffix = f"-group{group}" if group > 1 else "-sm80" if targets == (80,) else ""
+    suffix = f"-group{group}" if group > 1 else "-head1" if single_head else "-sm80" if targets == (80,) else ""
     return CompileSpec(
         id=f"{direction}-{_NAMES[dtype]}-block{block_size}-D{head_dim}{suffix}",
         kernel=kernel,
@@ -81,12 +85,13 @@ def _spec(
 def compile_specs() -> Sequence[CompileSpec]:
     """Forward and backward in bfloat16, and one shape of each in float16, whose code differs in the dtype only.
 
+    That one has a single head, which Triton makes a constant of the kernel.
     sm_80 has its own matrix instructions and less shared memory: the usual shape is built for it too, and its
     backward may spill a few registers.
     """
     specs = []
     for direction, shapes in _SHAPES.items():
         specs += [_spec(direction, torch.bfloat16, *shape) for shape in shapes]
-        specs.append(_spec(direction, torch.float16, 64, 64, 1))
+        specs.append(_spec(direction, torch.float16, 64, 64, 1, single_head=True))
         specs.append(_spec(direction, torch.bfloat16, 64, 128, 1, targets=(80,), max_spill_bytes=64))
     return specs
