@@ -376,6 +376,15 @@ def test_flops_of_tensors_without_data_assume_equal_lengths():
     assert counter.get_total_flops() == 4 * 2 * 16 * 2 * (64**2 + 36**2)
 
 
+def test_meta_tensors_have_shapes_gradients_and_flops():
+    x = torch.empty(200, 2, 16, device="meta", requires_grad=True)
+    offsets = torch.empty(3, dtype=torch.int64, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        block_attention(x, x, x, offsets=offsets, max_seqlen=150).sum().backward()
+    assert x.grad.shape == x.shape
+    assert counter.get_total_flops() == 3.5 * 4 * 2 * 16 * 2 * (64**2 + 36**2)
+
+
 def test_module_is_the_function():
     inputs = attention_inputs((65, 3))
     module = BlockAttention(block_size=32, scale=0.5)

@@ -15,7 +15,8 @@ def autocast_operands(*tensors: Tensor) -> tuple[Tensor, ...]:
     if not all(isinstance(x, Tensor) for x in tensors):
         return tensors
     device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type):
+    # torch knows no autocast for "meta" and raises when asked.
+    if device_type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
