@@ -1,7 +1,8 @@
-"""Without a CUDA device the Triton kernels run in Triton's interpreter, which must be chosen before triton is imported."""
+"""Chooses Triton's interpreter where there is no CUDA device, before anything imports triton; skips GPU tests there."""
 
 import os
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -9,11 +10,29 @@ if not torch.cuda.is_available():
 
 
 def pytest_collection_modifyitems(items):
-    import pytest
-
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
+    has_gpu = torch.cuda.is_available()
+    has_sm100 = has_gpu and torch.cuda.get_device_capability()[0] == 10
     for item in items:
-        if "gpu" in item.keywords or "sm100" in item.keywords:
-            item.add_marker(skip)
+        if "sm100" in item.keywords and not has_sm100:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU of compute capability 10"))
+        elif "gpu" in item.keywords and not has_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def interpreter():
+    """The Triton kernels on CPU tensors; on a machine with a GPU the same cases run there, under the gpu marker."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels run on the GPU of this machine, not interpreted")
+
+
+@pytest.fixture
+def poisoned_empty(monkeypatch):
+    """torch.empty gives NaN: a result that depends on an entry no kernel wrote shows it."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        x = empty(*args, **kwargs)
+        return x.fill_(float("nan")) if x.is_floating_point() else x
+
+    monkeypatch.setattr(torch, "empty", poisoned)

@@ -13,7 +13,7 @@ from torch import Tensor
 from gem_kernels._src.attention.window import normalize_window
 from gem_kernels._src.autocast import autocast_operands
 from gem_kernels._src.jagged_attention.op import jagged_attention_op
-from gem_kernels._src.validate import check_attention, check_scalar, check_window
+from gem_kernels._src.validate import check_attention, check_scale, check_window
 
 __all__ = ["jagged_attention"]
 
@@ -48,7 +48,7 @@ def jagged_attention(
         max_seqlen_q: Longest query sequence in tokens; an upper bound is allowed. A Python int, so that nothing waits
             for the device.
         max_seqlen_k: Longest key sequence in tokens; an upper bound is allowed.
-        scale: Factor on the scores; default ``D ** -0.5``.
+        scale: Factor on the scores, > 0; default ``D ** -0.5``.
         causal: Keep only keys j <= i.
         window_size: (left, right) in tokens: keep keys i - left <= j <= i + right; -1 is unbounded.
         return_lse: Also return the log-sum-exp of the scores, differentiable.
@@ -70,7 +70,7 @@ def jagged_attention(
     check_attention("jagged_attention", q, k, v, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k)
     check_window("jagged_attention", window_size)
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    check_scalar("jagged_attention", "scale", scale)
+    check_scale("jagged_attention", scale)
     left, right = normalize_window(causal, window_size)
     out, lse = jagged_attention_op(
         q, k, v, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, float(scale), left, right, validate

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gem_kernels._src.block_attention.check import check_block_size
 from gem_kernels._src.gdpa.names import ACTIVATION_NAMES
-from gem_kernels._src.validate import check_scalar, check_window
+from gem_kernels._src.validate import check_scalar, check_scale, check_window
 from gem_kernels.block_attention import block_attention
 from gem_kernels.gdpa import gdpa
 from gem_kernels.jagged_attention import jagged_attention
@@ -32,7 +32,7 @@ class JaggedAttention(nn.Module):
     ) -> None:
         super().__init__()
         if scale is not None:
-            check_scalar("JaggedAttention", "scale", scale)
+            check_scale("JaggedAttention", scale)
         check_window("JaggedAttention", window_size)
         self.scale = scale
         self.causal = causal

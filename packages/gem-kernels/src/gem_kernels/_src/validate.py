@@ -155,8 +155,16 @@ def check_scalar(op: str, name: str, value: float) -> None:
     """Raise unless ``value`` is a finite Python number; a tensor would need a device sync."""
     if isinstance(value, (bool, Tensor)) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{op}: `{name}` must be a Python float, got {type(value).__name__}.")
-    if isinstance(value, float) and not math.isfinite(value):
+    # Not math.isfinite, which torch.compile cannot trace.
+    if value != value or value in (math.inf, -math.inf):
         raise ValueError(f"{op}: `{name}` must be finite, got {value}.")
+
+
+def check_scale(op: str, scale: float) -> None:
+    """Raise unless ``scale`` is a finite Python number > 0."""
+    check_scalar(op, "scale", scale)
+    if not scale > 0:
+        raise ValueError(f"{op}: `scale` must be > 0, got {scale}; negate q for a negative one.")
 
 
 def check_batch(

@@ -1,6 +1,6 @@
 """What tests and benchmarks of packed-sequence ops share: case lists, random jagged inputs, error measures."""
 
-from gem_kernels.testing.cases import DEGENERATE_LENGTHS, LENGTH_CASES, LengthCase
+from gem_kernels.testing.cases import DEGENERATE_LENGTHS, LENGTH_CASES, MASK_CASES, LengthCase, MaskCase
 from gem_kernels.testing.inputs import (
     AttentionInputs,
     attention_inputs,
@@ -8,13 +8,15 @@ from gem_kernels.testing.inputs import (
     random_lengths,
     sequence_of_row,
 )
-from gem_kernels.testing.numerics import assert_matches_oracle, assert_rms, max_error, rounding_floor
+from gem_kernels.testing.numerics import assert_matches_oracle, assert_rms, max_error, rounding_floor, summation_floor
 
 __all__ = [
     "DEGENERATE_LENGTHS",
     "LENGTH_CASES",
+    "MASK_CASES",
     "AttentionInputs",
     "LengthCase",
+    "MaskCase",
     "assert_matches_oracle",
     "assert_rms",
     "attention_inputs",
@@ -23,4 +25,5 @@ __all__ = [
     "random_lengths",
     "rounding_floor",
     "sequence_of_row",
+    "summation_floor",
 ]

@@ -48,3 +48,24 @@ LENGTH_CASES: list[LengthCase] = [
     LengthCase(id="pooling", lengths_q=(4, 4, 4, 4), lengths_k=(0, 1, 65, 130)),
     LengthCase(id="short-kv", lengths_q=(0, 1, 65, 130), lengths_k=(8, 8, 16, 9)),
 ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MaskCase:
+    """Which pairs of a sequence may meet."""
+
+    id: str
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+
+
+MASK_CASES: list[MaskCase] = [
+    MaskCase(id="full"),
+    MaskCase(id="causal", causal=True),
+    MaskCase(id="window", window_size=(5, 3)),
+    MaskCase(id="causal-window", causal=True, window_size=(70, -1)),
+    MaskCase(id="right-only", window_size=(-1, 4)),
+    MaskCase(id="left-only", window_size=(9, -1)),
+    MaskCase(id="diagonal", window_size=(0, 0)),
+    MaskCase(id="wide-window", window_size=(1 << 40, 1 << 40)),
+]

@@ -30,6 +30,20 @@ def rounding_floor(oracle: Tensor, dtype: torch.dtype) -> float:
     return float(((x + 0.3) - 0.3 - x).double().abs().max()) + torch.finfo(dtype).eps
 
 
+def summation_floor(oracle: Tensor, dtype: torch.dtype, *, units: float = 16.0) -> float:
+    """Floor for results that sum many terms in another order than the eager computation.
+
+    ``units`` roundings of the largest result in the accumulation dtype (float32 for half precision), on top of
+    ``rounding_floor``. A term such as dP - rowsum(dO * O) may cancel exactly in one order and to a few roundings in
+    another.
+    """
+    accumulation = torch.float64 if dtype == torch.float64 else torch.float32
+    x = oracle.detach().double()
+    x = x[torch.isfinite(x)]
+    largest = float(x.abs().max()) if x.numel() else 0.0
+    return rounding_floor(oracle, dtype) + units * torch.finfo(accumulation).eps * max(largest, 1.0)
+
+
 def assert_matches_oracle(
     name: str,
     actual: Tensor,

@@ -51,6 +51,7 @@ def _length_class(lengths: Tensor) -> Tensor:
 
 def plan_groups(lengths_q: Tensor, lengths_k: Tensor, num_heads: int) -> list[Group]:
     """Groups that hold every sequence with at least one query and one key exactly once."""
+    lengths_q, lengths_k = lengths_q.long(), lengths_k.long()
     alive = torch.nonzero((lengths_q > 0) & (lengths_k > 0)).flatten()
     if alive.numel() == 0:
         return []
@@ -114,6 +115,7 @@ class Rows:
     """The packed rows of a group's sequences, (n, L) padded; reads and writes them head by head."""
 
     def __init__(self, offsets: Tensor, group: Group, length: int, min_length: int) -> None:
+        offsets = offsets.long()
         starts = offsets[group.sequences]
         lengths = offsets[group.sequences + 1] - starts
         positions = torch.arange(length)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -14,10 +13,11 @@ def num_pairs(q: Tensor, k: Tensor, offsets_q: Tensor, offsets_k: Tensor, left: 
     if not (isinstance(offsets_q, FakeTensor) or offsets_q.is_meta):
         return count_pairs(offsets_q, offsets_k, left, right)
     num_sequences = max(offsets_q.shape[0] - 1, 1)
-    average_q, average_k = (
-        torch.tensor([0, x.shape[0] // num_sequences], dtype=torch.int64, device="cpu") for x in (q, k)
-    )
-    return num_sequences * count_pairs(average_q, average_k, left, right)
+    len_q, len_k = int(q.shape[0]) // num_sequences, int(k.shape[0]) // num_sequences
+    # Plain integers: a tensor made here would be fake too.
+    lows = (max(0, i - left) if left >= 0 else 0 for i in range(len_q))
+    highs = (min(len_k, i + right + 1) if right >= 0 else len_k for i in range(len_q))
+    return num_sequences * sum(max(0, high - low) for low, high in zip(lows, highs, strict=True))
 
 
 def forward_flops(pairs: int, num_heads: int, head_dim: int, head_dim_v: int) -> int:
