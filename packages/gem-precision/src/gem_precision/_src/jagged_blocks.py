@@ -39,7 +39,7 @@ class JaggedBlocks:
     def spread(self, x: Tensor) -> Tensor:
         """Packed (T, H, D) -> (H * num_rows, D) with zeros between the sequences, one head after the other."""
         wide = x.new_zeros(x.shape[1], self.num_rows, x.shape[2])
-        return wide.index_copy(1, self.index, x.transpose(0, 1)).flatten(0, 1)
+        return wide.index_copy_(1, self.index, x.transpose(0, 1)).flatten(0, 1)
 
     def gather(self, wide: Tensor, num_heads: int) -> Tensor:
         """Inverse of ``spread``: (H * num_rows, D) -> (T, H, D)."""

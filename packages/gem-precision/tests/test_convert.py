@@ -1,0 +1,286 @@
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gem_kernels.modules import GDPA, BlockAttention, JaggedAttention
+from gem_precision import (
+    BF16GDPA,
+    MXFP8GDPA,
+    BF16BlockAttention,
+    BF16JaggedAttention,
+    BF16Linear,
+    BF16Recipe,
+    FP32Recipe,
+    MXFP8BlockAttention,
+    MXFP8JaggedAttention,
+    MXFP8Linear,
+    MXFP8Recipe,
+    convert,
+    get_recipe,
+)
+
+RECIPES = (MXFP8Recipe(), BF16Recipe())
+both = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(40, 64)
+        self.window = JaggedAttention(causal=True, window_size=(8, 0))
+        self.pool = GDPA(activation="silu", post_scale=0.5)
+        self.blocks = BlockAttention(block_size=32)
+        self.norm = nn.LayerNorm(64)
+        self.head = nn.Sequential(nn.Linear(64, 64, bias=False), nn.GELU(), nn.Linear(64, 1))
+
+    def forward(self, x: Tensor, offsets: Tensor, max_seqlen: int) -> Tensor:
+        h = self.embed(x).view(-1, 2, 32)
+        sides = {
+            "offsets_q": offsets,
+            "offsets_k": offsets,
+            "max_seqlen_q": max_seqlen,
+            "max_seqlen_k": max_seqlen,
+        }
+        h = h + self.window(h, h, h, **sides)
+        h = h + self.pool(h, h, h, **sides)
+        h = h + self.blocks(h, h, h, offsets=offsets, max_seqlen=max_seqlen)
+        return self.head(self.norm(h.flatten(1)))
+
+
+def tower() -> Tower:
+    torch.manual_seed(0)
+    return Tower()
+
+
+def batch() -> tuple[Tensor, Tensor, int]:
+    torch.manual_seed(1)
+    return torch.randn(70, 40), torch.tensor([0, 33, 33, 70]), 37
+
+
+@both
+def test_layers_change_their_class_and_nothing_else(recipe: MXFP8Recipe | BF16Recipe) -> None:
+    model = tower()
+    parameters = dict(model.named_parameters())
+    layers = dict(model.named_modules())
+    keys = list(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert convert(model, recipe) is model
+    assert dict(model.named_modules()) == layers
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
+    assert list(model.state_dict()) == keys
+    classes = {name: type(layer) for name, layer in model.named_modules()}
+    names = {
+        "mxfp8": (MXFP8Linear, MXFP8JaggedAttention, MXFP8GDPA, MXFP8BlockAttention),
+        "bf16": (BF16Linear, BF16JaggedAttention, BF16GDPA, BF16BlockAttention),
+    }[recipe.name]
+    for name, expected in zip(("embed", "window", "pool", "blocks"), names, strict=True):
+        assert classes[name] is expected
+        assert model.get_submodule(name).recipe == recipe
+    assert classes["head.0"] is names[0]
+    assert classes["head.2"] is nn.Linear
+    assert classes["norm"] is nn.LayerNorm
+    assert (model.window.causal, model.window.window_size, model.pool.post_scale) == (True, (8, 0), 0.5)
+    # The optimizer made before the conversion trains the converted layers.
+    before = model.embed.weight.detach().clone()
+    model(*batch()).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.embed.weight, before)
+
+
+@both
+def test_every_parameter_gets_a_gradient_near_that_of_float32(recipe: MXFP8Recipe | BF16Recipe) -> None:
+    plain, model = tower(), convert(tower(), recipe)
+    for each in (plain, model):
+        each(*batch()).square().sum().backward()
+    for (name, exact), (_, actual) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+        cosine = torch.nn.functional.cosine_similarity(actual.grad.flatten(), exact.grad.flatten(), dim=0)
+        assert cosine > 0.98, name
+
+
+def test_fp32_changes_nothing_even_where_nothing_could_be_converted() -> None:
+    model = tower()
+    classes = [type(layer) for layer in model.modules()]
+    assert convert(model, FP32Recipe()) is model
+    assert [type(layer) for layer in model.modules()] == classes
+    convert(nn.ReLU(), FP32Recipe())
+
+
+@both
+def test_the_module_itself_may_be_the_layer(recipe: MXFP8Recipe | BF16Recipe) -> None:
+    layer = nn.Linear(64, 64)
+    assert convert(layer, recipe) is layer
+    assert isinstance(layer, MXFP8Linear | BF16Linear)
+
+
+def test_filter_sees_layer_and_name() -> None:
+    model = tower()
+    seen = {}
+
+    def keep(layer: nn.Module, fqn: str) -> bool:
+        seen[fqn] = layer
+        return fqn.startswith("head")
+
+    convert(model, MXFP8Recipe(), filter=keep)
+    assert seen == {
+        name: model.get_submodule(name) for name in ("embed", "window", "pool", "blocks", "head.0", "head.2")
+    }
+    assert [name for name, layer in model.named_modules() if isinstance(layer, MXFP8Linear)] == ["head.0"]
+    assert type(model.window) is JaggedAttention
+
+
+def test_min_features() -> None:
+    model = convert(tower(), MXFP8Recipe(min_features=1))
+    assert type(model.head[2]) is MXFP8Linear
+    model = convert(tower(), MXFP8Recipe(min_features=64), filter=lambda layer, fqn: isinstance(layer, nn.Linear))
+    assert type(model.embed) is nn.Linear
+    assert type(model.head[0]) is MXFP8Linear
+
+
+def test_subclasses_are_left_alone() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    model = nn.Sequential(Scaled(64, 64), nn.Linear(64, 64), nn.MultiheadAttention(64, 2))
+    convert(model, MXFP8Recipe())
+    assert [type(layer) for layer in model[:2]] == [Scaled, MXFP8Linear]
+    assert not isinstance(model[2].out_proj, MXFP8Linear)
+
+
+def test_a_shared_layer_is_converted_once_and_hooks_stay() -> None:
+    layer = nn.Linear(64, 64)
+    calls = []
+    layer.register_forward_hook(lambda *_: calls.append(1))
+    model = nn.Sequential(layer, nn.ReLU(), layer)
+    convert(model, MXFP8Recipe())
+    assert model[0] is model[2] is layer
+    model(torch.randn(2, 64))
+    assert len(calls) == 2
+
+
+def test_parts_may_take_different_recipes() -> None:
+    model = tower()
+    convert(model.head, BF16Recipe())
+    convert(model, MXFP8Recipe(), filter=lambda layer, fqn: not fqn.startswith("head"))
+    assert type(model.head[0]) is BF16Linear
+    assert type(model.embed) is MXFP8Linear
+    model(*batch())
+
+
+@pytest.mark.parametrize("first", RECIPES, ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("second", [*RECIPES, FP32Recipe()], ids=lambda recipe: recipe.name)
+def test_a_second_conversion_is_an_error_that_changes_nothing(first, second) -> None:
+    model = convert(tower(), first, filter=lambda layer, fqn: fqn == "head.0")
+    classes = [type(layer) for layer in model.modules()]
+    with pytest.raises(ValueError, match=r"not have been converted before, got 1 converted layers, .*'head\.0'"):
+        convert(model, second)
+    assert [type(layer) for layer in model.modules()] == classes
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "words"),
+    [
+        (nn.ReLU(), {}, "got no such layer"),
+        (nn.Linear(64, 8), {}, r"got 1 layers, the first '': 64 -> 8 features, below min_features=32"),
+        (nn.Linear(64, 64), {"filter": lambda layer, fqn: False}, "excluded by the filter"),
+    ],
+    ids=["none", "too-small", "filtered"],
+)
+def test_nothing_matched_is_an_error(module: nn.Module, arguments: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        convert(module, MXFP8Recipe(), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((torch.randn(2), MXFP8Recipe()), "`module` must be an nn.Module, got Tensor"),
+        ((nn.Linear(64, 64), "mxfp8"), r"`recipe` must be a recipe, got str; get_recipe\(name\)"),
+        ((nn.Linear(64, 64), MXFP8Recipe(), "head"), "`filter` must be a callable .* got str"),
+    ],
+    ids=["module", "recipe", "filter"],
+)
+def test_wrong_types(arguments: tuple, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        convert(*arguments[:2], **({"filter": arguments[2]} if len(arguments) > 2 else {}))
+
+
+@pytest.mark.parametrize("source", ["fp32", "bf16", "mxfp8"])
+@pytest.mark.parametrize("target", ["fp32", "bf16", "mxfp8"])
+def test_checkpoints_load_into_any_recipe(source: str, target: str) -> None:
+    trained = convert(tower(), get_recipe(source))
+    optimizer = torch.optim.Adam(trained.parameters())
+    trained(*batch()).square().sum().backward()
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save({"model": trained.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    restored = convert(Tower(), get_recipe(target))
+    restored_optimizer = torch.optim.Adam(restored.parameters())
+    assert restored.load_state_dict(state["model"], strict=True) == ([], [])
+    restored_optimizer.load_state_dict(state["optimizer"])
+    for (name, a), (_, b) in zip(trained.state_dict().items(), restored.state_dict().items(), strict=True):
+        assert a.dtype == b.dtype == torch.float32
+        assert torch.equal(a, b), name
+    if source == target:
+        assert torch.equal(restored(*batch()), trained(*batch()))
+
+
+@both
+def test_converted_modules_copy_and_pickle(recipe: MXFP8Recipe | BF16Recipe) -> None:
+    layer = convert(nn.Sequential(nn.Linear(40, 64)), recipe)
+    x = torch.randn(5, 40)
+    for again in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert again[0].recipe == recipe
+        assert torch.equal(again(x), layer(x))
+
+
+def train(recipe_name: str, seed: int, steps: int = 200) -> float:
+    """Final loss of a small regression; the same data and initial weights for every recipe."""
+    generator = torch.Generator().manual_seed(seed)
+    teacher = torch.randn(48, 4, generator=generator)
+    x = torch.randn(512, 48, generator=generator)
+    y = torch.tanh(x @ teacher / 48**0.5)
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 64), nn.GELU(), nn.Linear(64, 4))
+    convert(model, get_recipe(recipe_name))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for step in range(steps):
+        rows = slice(step % 4 * 128, step % 4 * 128 + 128)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x[rows]), y[rows]).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return nn.functional.mse_loss(model(x), y).item()
+
+
+@pytest.mark.parametrize("name", ["bf16", "mxfp8"])
+def test_training_reaches_nearly_the_loss_of_float32(name: str) -> None:
+    exact = [train("fp32", seed) for seed in range(3)]
+    low = [train(name, seed) for seed in range(3)]
+    # The loss starts near 0.35.
+    assert max(exact) < 0.02
+    for a, e in zip(low, exact, strict=True):
+        assert abs(a - e) < 0.002, (low, exact)
+
+
+def test_the_demo_attention_trains_in_mxfp8() -> None:
+    losses = {}
+    for name in ("fp32", "mxfp8"):
+        model = convert(tower(), get_recipe(name))
+        optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+        x, offsets, max_seqlen = batch()
+        target = x[:, :1].sigmoid()
+        for _ in range(40):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x, offsets, max_seqlen), target)
+            loss.backward()
+            optimizer.step()
+        losses[name] = loss.item()
+    print(losses)
+    assert losses["mxfp8"] < 2 * losses["fp32"] + 0.002

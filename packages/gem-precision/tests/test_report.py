@@ -1,0 +1,119 @@
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gem_kernels.modules import GDPA, JaggedAttention
+from gem_precision import (
+    BF16Recipe,
+    LayerReport,
+    MXFP8Recipe,
+    PrecisionSummary,
+    convert,
+    describe,
+    format_report,
+    summarize,
+)
+
+
+class Scaled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def model() -> nn.ModuleDict:
+    return nn.ModuleDict(
+        {
+            "wide": nn.Linear(64, 64),
+            "late": nn.Linear(64, 64),
+            "logit": nn.Linear(64, 1),
+            "scaled": Scaled(64, 64),
+            "norm": nn.LayerNorm(64, dtype=torch.bfloat16),
+            "act": nn.GELU(),
+            "attention": GDPA(),
+        }
+    )
+
+
+def not_late(layer: nn.Module, fqn: str) -> bool:
+    return fqn != "late"
+
+
+def by_name(module: nn.Module) -> dict[str, LayerReport]:
+    return {report.fqn: report for report in describe(module)}
+
+
+def test_every_layer_is_named_with_precision_backend_and_reason() -> None:
+    reports = by_name(convert(model(), MXFP8Recipe(), filter=not_late))
+    assert list(reports) == ["wide", "late", "logit", "scaled", "norm", "attention"]
+    found = {name: (r.kind, r.precision, r.backend, r.is_converted) for name, r in reports.items()}
+    assert found == {
+        "wide": ("Linear", "mxfp8", "emulated", True),
+        "late": ("Linear", "fp32", "torch", False),
+        "logit": ("Linear", "fp32", "torch", False),
+        "scaled": ("Linear", "fp32", "torch", False),
+        "norm": ("LayerNorm", "bf16", "torch", False),
+        "attention": ("GDPA", "mxfp8", "emulated", True),
+    }
+    assert reports["late"].reason == "excluded by the filter"
+    assert reports["logit"].reason == "64 -> 1 features, below min_features=32"
+    assert reports["scaled"].reason == "Scaled is a subclass of Linear, and its forward may be another"
+    assert reports["norm"].reason == "no recipe covers LayerNorm"
+
+
+def test_the_emulated_backend_says_why_and_what_stays_in_high_precision() -> None:
+    auto = by_name(convert(model(), MXFP8Recipe(wgrad="high_precision")))
+    assert "no native MXFP8 product in this version" in auto["wide"].reason
+    assert "weight gradient in high precision" in auto["wide"].reason
+    assert "weight gradient" not in auto["attention"].reason
+    chosen = by_name(convert(model(), MXFP8Recipe(backend="emulated")))
+    assert "no native" not in chosen["wide"].reason
+
+
+def test_bf16() -> None:
+    reports = by_name(convert(model(), BF16Recipe()))
+    assert (reports["wide"].precision, reports["wide"].backend) == ("bf16", "torch")
+    assert (reports["attention"].precision, reports["attention"].backend) == ("bf16", "gem_kernels")
+
+
+def test_an_unconverted_module() -> None:
+    reports = describe(nn.Sequential(nn.Linear(4, 4), JaggedAttention()))
+    assert [(r.fqn, r.precision, r.backend, r.reason) for r in reports] == [
+        ("0", "fp32", "torch", "not converted"),
+        ("1", "input", "gem_kernels", "not converted"),
+    ]
+    assert [r.fqn for r in describe(nn.Linear(2, 2))] == [""]
+
+
+def test_reasons_survive_a_copy() -> None:
+    converted = convert(model(), MXFP8Recipe(), filter=not_late)
+    assert describe(copy.deepcopy(converted)) == describe(converted)
+    assert set(converted.state_dict()) == set(model().state_dict())
+
+
+def test_a_layer_passed_over_first_and_converted_later_has_no_stale_reason() -> None:
+    converted = convert(model(), MXFP8Recipe(), filter=not_late)
+    convert(converted["late"], BF16Recipe())
+    assert by_name(converted)["late"].precision == "bf16"
+
+
+def test_summary_and_table() -> None:
+    reports = describe(convert(model(), MXFP8Recipe()))
+    summary = summarize(reports)
+    assert summary == PrecisionSummary(
+        num_layers=6, num_converted=3, by_precision=(("mxfp8", 3), ("fp32", 2), ("bf16", 1))
+    )
+    lines = format_report(reports).splitlines()
+    assert len(lines) == 8
+    assert lines[0].split() == ["layer", "kind", "precision", "backend", "reason"]
+    assert lines[3].split(maxsplit=4) == ["logit", "Linear", "fp32", "torch", "64 -> 1 features, below min_features=32"]
+    assert lines[-1] == "3 of 6 layers converted: 3 mxfp8, 2 fp32, 1 bf16"
+    # Columns line up.
+    assert len({line.index(report.precision) for line, report in zip(lines[1:], reports, strict=False)}) == 1
+    assert format_report(()).splitlines()[-1] == "0 of 0 layers converted: none"
+
+
+def test_wrong_type() -> None:
+    with pytest.raises(TypeError, match=r"describe: `module` must be an nn.Module, got list"):
+        describe([])
