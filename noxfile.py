@@ -244,7 +244,7 @@ def lowest(session: nox.Session, package: str) -> None:
         [sys.executable, str(ROOT / ".ci" / "lowest.py"), package], check=True, capture_output=True, text=True
     ).stdout.split()
     path = SHARED.with_name(f"lowest-{package}")
-    python = new_environment(session, path, [*GROUPS["cpu"], *GROUPS["test"], *resolved])
+    python = new_environment(session, path, [*GROUPS["test"], *resolved])
     pytest(session, f"packages/{package}/tests", "-m", "not gpu and not compile", python=str(python), **INTERPRETED)
 
 

@@ -1,7 +1,7 @@
 """Print, one per line, the pip arguments that install a package from the checkout with its lowest declared versions.
 
-torch and what is compiled against one torch (fbgemm-gpu, triton) keep their place in the tested matrix: an older build
-of those beside the current torch is a combination that cannot exist.
+torch, and fbgemm-gpu which is compiled against one torch, are those of the CPU lane instead: an older build of one
+beside the current other is a pair that cannot work.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = ("cpu", "recipes")
-TIED_TO_TORCH = ("torch", "fbgemm-gpu-cpu", "triton")
+TIED_TO_TORCH = ("torch", "fbgemm-gpu-cpu")
 
 
 def project(package: str) -> dict:
@@ -33,18 +33,26 @@ def siblings(package: str) -> dict[str, None]:
     """The packages of this checkout that `package` needs, those first that others need, itself last."""
     found: dict[str, None] = {}
     for requirement in declared(package):
-        name = re.split(r"[\[<>=!~; ]", requirement, maxsplit=1)[0]
+        name = name_of(requirement)
         if (ROOT / "packages" / name).is_dir():
             found |= siblings(name)
     return found | {package: None}
 
 
-def floor(requirement: str) -> str | None:
-    """`numpy>=1.26` -> `numpy==1.26.*`; None for what has no floor or is tied to torch."""
-    match = re.match(r"(?P<name>[A-Za-z0-9._-]+)(?:\[[^\]]*\])?>=(?P<version>[0-9.]+)", requirement)
-    if match is None or match["name"] in TIED_TO_TORCH or (ROOT / "packages" / match["name"]).is_dir():
+def name_of(requirement: str) -> str:
+    return re.split(r"[\[<>=!~; ]", requirement, maxsplit=1)[0]
+
+
+def pin(requirement: str) -> str | None:
+    """`numpy>=1.26` -> `numpy==1.26.*`; the CPU lane's pin for what is tied to torch; None for a sibling."""
+    name = name_of(requirement)
+    if name in TIED_TO_TORCH:
+        lane = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["cpu"]
+        return next(pin for pin in lane if name_of(pin) == name)
+    match = re.search(r">=\s*(?P<version>[0-9.]+)", requirement)
+    if match is None or (ROOT / "packages" / name).is_dir():
         return None
-    return f"{match['name']}=={match['version']}.*"
+    return f"{name}=={match['version']}.*"
 
 
 def main(package: str) -> None:
@@ -53,7 +61,7 @@ def main(package: str) -> None:
     for name in needed:
         extras = [extra for extra in EXTRAS if extra in project(name).get("optional-dependencies", {})]
         arguments += ["-e", f"{ROOT / 'packages' / name}" + (f"[{','.join(extras)}]" if extras else "")]
-    pins = {pin for name in needed for requirement in declared(name) if (pin := floor(requirement)) is not None}
+    pins = {pinned for name in needed for requirement in declared(name) if (pinned := pin(requirement)) is not None}
     print("\n".join([*arguments, *sorted(pins)]))
 
 
