@@ -102,11 +102,13 @@ def run(shape: Shape, device: torch.device, repeats: int) -> None:
     tensors = tuple(x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     providers = make_providers(shape, inputs)
     outputs = {name: forward(*tensors) for name, forward in providers.items()}
+    ours = outputs["block_attention"][:4096].detach()
+    # A few roundings of the largest output.
+    allowed = 8 * torch.finfo(dtype).eps * float(ours.abs().max())
     for name, out in outputs.items():
-        error = max_error(out[:4096], outputs["block_attention"][:4096])
-        # Two roundings of outputs of about 1, or of float32 sums.
-        if not error <= 8 * torch.finfo(dtype).eps:
-            raise SystemExit(f"{name} differs from block_attention by {error:.1e}: not timed")
+        error = max_error(out[:4096], ours)
+        if not error <= allowed:
+            raise SystemExit(f"{name} differs from block_attention by {error:.1e} > {allowed:.1e}: not timed")
     pairs = num_pairs(inputs.offsets_q, inputs.q.shape[0], shape.block_size)
     flops = 4 * pairs * shape.num_heads * shape.head_dim
     num_bytes = inputs.q.numel() * inputs.q.element_size()
