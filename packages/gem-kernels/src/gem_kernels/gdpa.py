@@ -80,7 +80,7 @@ def gdpa(
     if activation not in ACTIVATION_NAMES:
         raise ValueError(f"gdpa: `activation` must be one of {', '.join(ACTIVATION_NAMES)}, got {activation!r}.")
     left, right = normalize_window(causal, window_size)
-    return gdpa_op(
+    out: Tensor = gdpa_op(
         q,
         k,
         v,
@@ -95,3 +95,4 @@ def gdpa(
         right,
         validate,
     )
+    return out

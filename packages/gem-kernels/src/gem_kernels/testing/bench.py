@@ -53,6 +53,21 @@ class Timing:
     """Largest memory allocated during a call, inputs included; None on the CPU."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Base:
+    """Other work that is timed in turn with the providers, so that rates can be quoted as ratios to its rate."""
+
+    name: str
+    function: Callable[[], object]
+    flops: int
+
+
+def matmul_base(device: torch.device, size: int = 8192) -> Base:
+    """The library's bfloat16 matmul of ``size`` cubed: what the device reaches under its power limit."""
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return Base(name=f"matmul bfloat16 {size}", function=lambda: a @ b, flops=2 * size**3)
+
+
 def _time_once(function: Callable[[], object], flush: torch.Tensor | None) -> float:
     """Milliseconds of one call, by events on CUDA and by the wall clock on the CPU."""
     if flush is None:
@@ -135,6 +150,11 @@ def environment(device: torch.device) -> dict[str, str | None]:
     }
 
 
+def _ratio(work: Work, timing: Timing, name: str, base_rate: float) -> dict[str, Any]:
+    rate = work.flops / timing.median / 1e9
+    return {"ratio": round(rate / base_rate, 4), "ratio_to": name, "base_tflop_per_s": round(base_rate, 1)}
+
+
 def compare(
     work: Work,
     providers: Mapping[str, Callable[[], object]],
@@ -142,11 +162,18 @@ def compare(
     device: torch.device,
     warmup: int = 3,
     repeats: int = 30,
+    base: Base | None = None,
     **extra: Any,
 ) -> list[dict[str, Any]]:
-    """Time the providers of one piece of work and write one JSON line each to stdout; returns the rows."""
+    """Time the providers of one piece of work and write one JSON line each to stdout; returns the rows.
+
+    With ``base`` each row also holds ``ratio``, its TFLOP/s over those of the base, and ``ratio_to``, the base's name.
+    """
     rows = []
-    for name, timing in measure(providers, device=device, warmup=warmup, repeats=repeats).items():
+    functions = dict(providers) | ({base.name: base.function} if base is not None else {})
+    timings = measure(functions, device=device, warmup=warmup, repeats=repeats)
+    base_rate = base.flops / timings.pop(base.name).median / 1e9 if base is not None else None
+    for name, timing in timings.items():
         gb_per_s = work.num_bytes / timing.median / 1e6
         row = {
             "op": work.op,
@@ -160,6 +187,7 @@ def compare(
             "tflop_per_s": round(work.flops / timing.median / 1e9, 4),
             "gb_per_s": round(gb_per_s, 1),
             "of_copy_rate": round(gb_per_s / copy_gb_per_s(device), 4),
+            **({} if base is None or base_rate is None else _ratio(work, timing, base.name, base_rate)),
             "peak_mib": None if timing.peak_mib is None else round(timing.peak_mib, 1),
             **extra,
             **environment(device),

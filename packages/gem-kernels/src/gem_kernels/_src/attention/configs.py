@@ -113,3 +113,26 @@ def select_from(
         if head_dim <= limit:
             return TileConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
     raise ValueError(f"select: `head_dim` must be at most {max(sizes)} for {kernel}, got {head_dim}.")
+
+
+def candidates(kernel: Kernel, head_dim: int, capability: tuple[int, int]) -> list[TileConfig]:
+    """Half-precision configurations worth timing for a kernel; those that exceed shared memory are left out.
+
+    The estimate counts the resident tiles and the streamed ones of every stage; the compiler may still refuse one.
+    """
+    width = power_of_two(head_dim)
+    found = []
+    for block_m in (16, 32, 64, 128):
+        for block_n in (16, 32, 64, 128):
+            resident, streamed = (block_n, block_m) if kernel in ("dkdv", "dqdkdv") else (block_m, block_n)
+            if resident < 64 or streamed > resident or (streamed < 32 and width < 256):
+                continue
+            for num_stages in (1, 2, 3):
+                num_bytes = 2 * width * ((1 if kernel == "forward" else 2) * resident + 2 * num_stages * streamed)
+                if num_bytes > shared_memory_bytes(capability):
+                    continue
+                found += [
+                    TileConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
+                    for num_warps in (4, 8)
+                ]
+    return found

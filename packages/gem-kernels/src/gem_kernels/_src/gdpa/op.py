@@ -156,7 +156,7 @@ def _backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
 gdpa_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-@register_flop_formula(torch.ops.gem_kernels.gdpa, get_raw=True)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.gem_kernels.gdpa, get_raw=True)
 def _forward_flops(
     q: Tensor,
     k: Tensor,
@@ -177,7 +177,7 @@ def _forward_flops(
     return forward_flops(pairs, q.shape[1], q.shape[2], v.shape[2])
 
 
-@register_flop_formula(torch.ops.gem_kernels.gdpa_backward, get_raw=True)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.gem_kernels.gdpa_backward, get_raw=True)
 def _backward_flops(
     do: Tensor,
     q: Tensor,

@@ -135,7 +135,7 @@ def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ..
 jagged_attention_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-@register_flop_formula(torch.ops.gem_kernels.jagged_attention, get_raw=True)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.gem_kernels.jagged_attention, get_raw=True)
 def _forward_flops(
     q: Tensor,
     k: Tensor,
@@ -154,7 +154,7 @@ def _forward_flops(
     return forward_flops(pairs, q.shape[1], q.shape[2], v.shape[2])
 
 
-@register_flop_formula(torch.ops.gem_kernels.jagged_attention_backward, get_raw=True)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.gem_kernels.jagged_attention_backward, get_raw=True)
 def _backward_flops(
     do: Tensor,
     dlse: Tensor | None,
