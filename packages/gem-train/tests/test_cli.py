@@ -205,6 +205,25 @@ def test_a_mistake_gives_one_line_and_code_2(
         assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="GNU OpenMP's waiting is changed on Linux only")
+@pytest.mark.parametrize("command", ["train", "eval", "recipes"])
+def test_the_process_starts_anew_with_threads_that_do_not_spin(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, list[str], dict[str, str]]] = []
+    monkeypatch.setattr(os, "execve", lambda *arguments: started.append(arguments))
+    monkeypatch.setattr(
+        sys, "argv", ["gem", command, "nothing", *(() if command == "recipes" else ("--device", "cpu"))]
+    )
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert main() == 2
+    if command == "recipes":
+        assert started == []
+    else:
+        assert started == [(sys.executable, sys.orig_argv, {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"})]
+        monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+        assert main() == 2
+        assert len(started) == 1
+
+
 def test_traceback_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "nothing", "--traceback", "--out", str(tmp_path / "x")]) == 2
     assert "Traceback (most recent call last)" in capsys.readouterr().err
@@ -474,6 +493,18 @@ def test_two_processes_follow_one_and_resume_as_one(whole: Path, tmp_path: Path)
         again = [r["loss"] for r in curve(source) if r["phase"] == "train"]
         assert again == pytest.approx(losses[0], rel=1e-5)
         assert [r["world_size"] for r in read_metrics(source) if r["phase"] == "config"][-1] == int(processes)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_rank_without_samples_takes_part(tmp_path: Path) -> None:
+    for name, processes in (("one", "1"), ("two", "2")):
+        arguments = ["--set", "trainer.log_interval=1", "--nproc", processes]
+        base = ["train", "synthetic", "--device", "cpu", "--set", "data.global_batch_size=1", "--steps", "3"]
+        assert main([*base, "--set", "data.max_history=8", "--out", str(tmp_path / name), *arguments]) == 0
+    losses = [[r["loss"] for r in curve(tmp_path / n) if r["phase"] == "train"] for n in ("one", "two")]
+    assert len(losses[0]) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.dist

@@ -23,7 +23,7 @@ from gem_train.run_log import RunLog
 from gem_train.schedule import LearningRateSchedule
 from gem_train.timing import PhaseTimer
 from gem_train.trainer import Trainer
-from gem_train.world import World
+from gem_train.world import Agreement, World
 
 DIM = 8
 
@@ -387,6 +387,25 @@ def test_feed_of_an_empty_source_ends_at_once() -> None:
     feed = Feed(Uneven([]), embeddings=ToyTables({}, {}), world=World(), timer=PhaseTimer(torch.device("cpu")))
     assert feed.next() is None
     assert not feed.stopped
+
+
+class UnevenWorld(World):
+    """A world in which another rank has `others` batches of 5 samples."""
+
+    others = 2
+
+    def agree(self, *, has_batch: bool, num_samples: int, stop: bool = False) -> Agreement:
+        other, UnevenWorld.others = UnevenWorld.others > 0, UnevenWorld.others - 1
+        return Agreement(has_batch and other, has_batch or other, num_samples + 5 * other, stop)
+
+
+def test_feed_ends_on_all_ranks_when_it_ends_on_one(events: EventLog) -> None:
+    source = EventSource(events, "train", global_batch_size=64)
+    feed = Feed(source, embeddings=ToyTables({}, {}), world=UnevenWorld(), timer=PhaseTimer(torch.device("cpu")))
+    given = [feed.next(), feed.next(), feed.next()]
+    assert [staged.num_samples if staged else None for staged in given] == [69, 69, None]
+    assert (feed.stopped, feed.dropped) == (False, 64)
+    feed.close()
 
 
 def test_weight_decay_spares_biases() -> None:

@@ -22,7 +22,7 @@ from gem_train.run_log import RunLog
 from gem_train.schedule import LearningRateSchedule
 from gem_train.step import ClipGradients, TrainStep
 from gem_train.timing import PhaseTimer
-from gem_train.window import Window
+from gem_train.window import Window, WindowRecord
 from gem_train.world import World
 
 __all__ = ["TrainResult", "Trainer"]
@@ -309,7 +309,7 @@ class Trainer:
     def _record(self) -> None:
         """Merges the window over the ranks and writes it."""
         window = self._window.close()
-        usage = account(window.flops, window.seconds, self._world.size, self._device_name)
+        mfu = self._mfu(window)
         rate = window.samples / window.seconds
         phases = self._timer.interval(self.step - self._recorded_step)
         phases["other"] = max(0.0, window.seconds - sum(phases.values()))
@@ -324,7 +324,7 @@ class Trainer:
                 "samples_per_second": rate,
                 "flops_per_second": window.flops / window.seconds,
                 "flops_per_sample": window.flops / max(1, window.samples),
-                "mfu": usage.mfu,
+                "mfu": mfu,
                 "learning_rate": self._train_step.learning_rate(self.step - 1),
                 "grad_norm": window.grad_norm,
                 "tasks": window.tasks,
@@ -334,13 +334,21 @@ class Trainer:
             },
         )
         ne = next(iter(window.tasks.values()))["ne"]
-        self._progress.values({"loss": window.loss, "NE": ne, "samples/s": rate, "MFU": usage.mfu})
+        self._progress.values({"loss": window.loss, "NE": ne, "samples/s": rate, "MFU": mfu})
+
+    def _mfu(self, window: WindowRecord) -> float | None:
+        """MFU of a window; None where the peak is unknown, or where the account says that a number is wrong."""
+        try:
+            return account(window.flops, window.seconds, self._world.size, self._device_name).mfu
+        except ValueError as error:
+            self._progress.say(f"no MFU for step {self.step}: {error}")
+            return None
 
     def _peak_memory(self) -> int | None:
         """Bytes that torch allocated at most on the device, of the rank with most; None on the CPU."""
         if self._world.device.type != "cuda":
             return None
-        return max(self._world.gather(torch.cuda.max_memory_allocated(self._world.device)))
+        return max(int(peak) for peak in self._world.gather(torch.cuda.max_memory_allocated(self._world.device)))
 
     def _write(self, phase: str, values: dict[str, Any]) -> None:
         if self._log is not None:

@@ -4,6 +4,7 @@ import argparse
 import platform
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -112,6 +113,8 @@ def _train(
             progress.say(f"resumed at step {start}")
         elif args.resume:
             progress.say(f"{directory.path} has no checkpoint yet; beginning at step 0")
+        if parts.layers:
+            progress.say(f"precision {record.precision}: {_layer_counts(parts)}")
         # Everything that the user can have got wrong has been found by now; from here on the run's files change.
         world.on_first(lambda: _begin(directory, record, clear=args.overwrite))
         with _open_log(directory, world, (start or 0) if args.resume else None) as run_log:
@@ -143,6 +146,12 @@ def _check_same_run(directory: RunDirectory, old: RunRecord, new: RunRecord) -> 
             f"--precision: {directory.path} was trained in {old.precision}, got {new.precision}; leave it out"
         )
     directory.compare(new.settings, changeable=CHANGEABLE)
+
+
+def _layer_counts(parts: "Parts") -> str:
+    """How many layers compute in what and by which backend, so that an emulation is never a surprise."""
+    counts = Counter(f"{layer['precision']} ({layer['backend']})" for layer in parts.layers)
+    return ", ".join(f"{count} layers {kind}" for kind, count in counts.most_common())
 
 
 def _text(path: Path | None) -> str | None:

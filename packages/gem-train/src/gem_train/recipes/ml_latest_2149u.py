@@ -33,6 +33,7 @@ RECIPE = Recipe(
         warmup_steps=50,
         final_learning_rate_ratio=0.02,
         log_interval=20,
+        checkpoint_interval=100,
     ),
     data=DataConfig(global_batch_size=256, epochs=1, max_history=200),
     sparse=SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.02),
