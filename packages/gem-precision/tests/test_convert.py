@@ -263,13 +263,13 @@ def train(recipe_name: str, seed: int, steps: int = 200) -> float:
 def test_training_reaches_nearly_the_loss_of_float32(name: str) -> None:
     exact = [train("fp32", seed) for seed in range(3)]
     low = [train(name, seed) for seed in range(3)]
-    # The loss starts near 0.35.
-    assert max(exact) < 0.02
+    # From a variance of the target near 0.4. Seen: 0.0007 in float32 and bfloat16, 0.0008 in MXFP8.
+    assert max(exact) < 0.002
     for a, e in zip(low, exact, strict=True):
-        assert abs(a - e) < 0.002, (low, exact)
+        assert abs(a - e) < 0.4 * e, (low, exact)
 
 
-def test_the_demo_attention_trains_in_mxfp8() -> None:
+def test_attention_trains_in_mxfp8_like_in_float32() -> None:
     losses = {}
     for name in ("fp32", "mxfp8"):
         model = convert(tower(), get_recipe(name))
@@ -282,5 +282,6 @@ def test_the_demo_attention_trains_in_mxfp8() -> None:
             loss.backward()
             optimizer.step()
         losses[name] = loss.item()
-    print(losses)
-    assert losses["mxfp8"] < 2 * losses["fp32"] + 0.002
+    # Seen: 0.0133 and 0.0147.
+    assert losses["fp32"] < 0.02
+    assert losses["mxfp8"] < 1.4 * losses["fp32"]

@@ -15,10 +15,11 @@ from torch import Tensor
 from gem_kernels._src.mx.formats import ELEMENT_NAN, FLOAT32_INF, SCALE_NAN, ElementFormat, block_grid, element_format
 
 _TILE_ELEMENTS = 1 << 17
-# Tensors, because a Python number would be cast to int32 anew in every operation.
-_ABS_MASK = torch.tensor(0x7FFFFFFF, dtype=torch.int32)
-_EXPONENT_MASK = torch.tensor(0x7F800000, dtype=torch.int32)
-_SIGN_BIT = torch.tensor(-(1 << 31), dtype=torch.int32)
+# Tensors, because a Python number would be cast to int32 anew in every operation; on the CPU, where every device takes
+# scalars from.
+_ABS_MASK = torch.tensor(0x7FFFFFFF, dtype=torch.int32, device="cpu")
+_EXPONENT_MASK = torch.tensor(0x7F800000, dtype=torch.int32, device="cpu")
+_SIGN_BIT = torch.tensor(-(1 << 31), dtype=torch.int32, device="cpu")
 # Adding it carries into the exponent exactly when the mantissa is above 1.75, the mantissa of the largest element.
 _RCEIL_CARRY = 0x1FFFFF
 # Block maxima between 2**-80 and 2**100, or 0, take the fused form. Above, its rounding constant could overflow, and
