@@ -495,6 +495,22 @@ def test_two_processes_follow_one_and_resume_as_one(whole: Path, tmp_path: Path)
         assert [r["world_size"] for r in read_metrics(source) if r["phase"] == "config"][-1] == int(processes)
 
 
+@pytest.mark.gpu
+def test_a_gpu_follows_the_cpu_and_resumes(tmp_path: Path) -> None:
+    """TF32 is off, so that both compute in float32; sums have another order, and AdamW's first steps amplify that."""
+    base = ["train", "synthetic", *QUICK, "--set", "trainer.checkpoint_interval=2", "--set", "trainer.eps=1e-2"]
+    for device in ("cpu", "cuda"):
+        assert main([*base, "--steps", "6", "--out", str(tmp_path / device), "--device", device]) == 0
+    losses = [[r["loss"] for r in curve(tmp_path / n) if r["phase"] == "train"] for n in ("cpu", "cuda")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    records = [r for r in read_metrics(tmp_path / "cuda") if r["phase"] == "train"]
+    assert all(r["memory_bytes"] > 0 and r["time"]["forward"] > 0 for r in records)
+    shutil.rmtree(tmp_path / "cuda" / "checkpoints" / "step-00000006")
+    assert main([*base, "--steps", "6", "--out", str(tmp_path / "cuda"), "--device", "cuda", "--resume"]) == 0
+    again = [r["loss"] for r in curve(tmp_path / "cuda") if r["phase"] == "train"]
+    assert again == pytest.approx(losses[1], rel=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.dist
 def test_a_rank_without_samples_takes_part(tmp_path: Path) -> None:

@@ -352,6 +352,27 @@ def test_guard_skips_the_update_on_the_device() -> None:
     assert float(optimizer.state[model.weight]["step"]) == 0.0
 
 
+@pytest.mark.gpu
+def test_guard_on_a_gpu_skips_at_once_and_reports_one_step_later() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    model = nn.Linear(2, 1).to(device)
+    optimizer = build_adamw(model, CONFIG)
+    guard = GradientGuard(model, optimizer, device)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    for step, factor in enumerate((math.inf, 1.0)):
+        guard.watch({})
+        (model(torch.ones(1, 2, device=device)) * factor).sum().backward()
+        guard.inspect_parameters()
+        guard.arm()
+        if step == 0:
+            guard.check(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(model.state_dict(), before)
+    with pytest.raises(NonFiniteError, match="^step 0: the gradient of parameter weight is NaN or infinite"):
+        guard.check(1)
+
+
 class Uneven:
     """A source whose slices are given, for a world that disagrees."""
 
