@@ -369,7 +369,7 @@ def test_guard_on_a_gpu_skips_at_once_and_reports_one_step_later() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert_same(model.state_dict(), before)
-    with pytest.raises(NonFiniteError, match="^step 0: the gradient of parameter weight is NaN or infinite"):
+    with pytest.raises(NonFiniteError, match=r"^step 0: the gradient of parameter weight is NaN or infinite"):
         guard.check(1)
 
 
