@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from gem_kernels._src.attention.configs import TileConfig, power_of_two, precision_of
+from gem_kernels._src.attention.configs import (
+    MAX_HEAD_DIM,
+    MAX_HEAD_DIM_DQDKDV,
+    Kernel,
+    TileConfig,
+    power_of_two,
+    precision_of,
+)
 from gem_kernels._src.compile_spec import CompileSpec
 
 TRITON_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -69,3 +76,11 @@ def attention_spec(
         targets=(target,),
         max_spill_bytes=_MAX_SPILL_BYTES,
     )
+
+
+def compiled_sizes(kernel: Kernel) -> list[tuple[torch.dtype, int]]:
+    """(dtype, head dim) that between them use every entry of the tile tables, and a head dim that needs padding."""
+    half = [(torch.bfloat16, dim) for dim in (64, 96, 128, 256)]
+    full = [(torch.float32, dim) for dim in (32, 128)]
+    limit = MAX_HEAD_DIM_DQDKDV if kernel == "dqdkdv" else MAX_HEAD_DIM
+    return [(dtype, dim) for dtype, dim in half + full if dim <= limit]

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from gem_kernels._src.attention.configs import MAX_HEAD_DIM_DQDKDV, Kernel
-from gem_kernels._src.attention.specs import TRITON_NAMES, attention_spec
+from gem_kernels._src.attention.configs import Kernel, fit_lengths
+from gem_kernels._src.attention.specs import TRITON_NAMES, attention_spec, compiled_sizes
 from gem_kernels._src.compile_spec import CompileSpec
 from gem_kernels._src.gdpa.backward import _gdpa_bwd_dkdv_kernel, _gdpa_bwd_dq_kernel
 from gem_kernels._src.gdpa.configs import select
@@ -29,41 +29,41 @@ def _spec(
     dtype: torch.dtype,
     dim: int,
     target: int,
-    activation: str,
+    activation: str = "fast_gelu",
     suffix: str = "",
     *,
+    lengths: tuple[int, int] = (4096, 4096),
     window: bool = False,
     search: bool = False,
 ) -> CompileSpec:
     act = activation_pair(activation, hardware=True)
-    constexprs = {"ACTIVATION": act.value, "DERIVATIVE": act.derivative, "WRITE_DQ": name == "dqdkdv"}
     return attention_spec(
         f"{name}-{TRITON_NAMES[dtype]}-{dim}-{activation}-sm{target}{suffix}",
         _KERNELS[name],
-        select(name, dim, dtype, (target // 10, 0)),
+        fit_lengths(select(name, dim, dtype, (target // 10, 0)), *lengths),
         dtype,
         dim,
         target=target,
-        constexprs=constexprs,
+        constexprs={"ACTIVATION": act.value, "DERIVATIVE": act.derivative, "WRITE_DQ": name == "dqdkdv"},
         window=window,
         search=search,
     )
 
 
 def compile_specs() -> Sequence[CompileSpec]:
-    """Every tile configuration with fast_gelu, every activation at one; windows and the searched grid likewise."""
+    """Every tile configuration with fast_gelu; every activation, a window, the searched grid and short tiles at one."""
     specs = []
     for target in (90, 100):
         for name in _KERNELS:
-            for dtype in (torch.bfloat16, torch.float32):
-                for dim in (32, 64, 96, 128, 256):
-                    if name == "dqdkdv" and dim > MAX_HEAD_DIM_DQDKDV:
-                        continue
-                    specs.append(_spec(name, dtype, dim, target, "fast_gelu"))
+            specs += [_spec(name, dtype, dim, target) for dtype, dim in compiled_sizes(name)]
             if name != "dqdkdv":
-                specs.append(_spec(name, torch.bfloat16, 128, target, "fast_gelu", "-window", window=True))
-                specs.append(_spec(name, torch.bfloat16, 128, target, "fast_gelu", "-search", search=True))
-        for activation in ACTIVATION_NAMES:
-            if activation != "fast_gelu":
-                specs.append(_spec("dkdv", torch.bfloat16, 64, target, activation))
+                specs.append(_spec(name, torch.bfloat16, 128, target, suffix="-window", window=True))
+    for name in _KERNELS:
+        if name != "dqdkdv":
+            specs.append(_spec(name, torch.bfloat16, 64, 90, suffix="-search", search=True))
+        specs.append(_spec(name, torch.bfloat16, 64, 90, suffix="-q8", lengths=(8, 4096)))
+        specs.append(_spec(name, torch.bfloat16, 64, 90, suffix="-k16", lengths=(4096, 16)))
+    for activation in ACTIVATION_NAMES:
+        if activation != "fast_gelu":
+            specs.append(_spec("dkdv", torch.bfloat16, 64, 90, activation))
     return specs

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from gem_kernels._src.attention.configs import MAX_HEAD_DIM_DQDKDV, Kernel, TileConfig, power_of_two
-from gem_kernels._src.attention.specs import TRITON_NAMES, attention_spec
+from gem_kernels._src.attention.configs import Kernel, TileConfig, fit_lengths, power_of_two
+from gem_kernels._src.attention.specs import TRITON_NAMES, attention_spec, compiled_sizes
 from gem_kernels._src.compile_spec import CompileSpec
 from gem_kernels._src.jagged_attention.backward import (
     DELTA_ROWS,
@@ -27,33 +27,38 @@ _KERNELS: dict[Kernel, Any] = {
 }
 
 
+def _spec(
+    name: Kernel,
+    dtype: torch.dtype,
+    dim: int,
+    target: int,
+    suffix: str = "",
+    *,
+    lengths: tuple[int, int] = (4096, 4096),
+    window: bool = False,
+    search: bool = False,
+) -> CompileSpec:
+    return attention_spec(
+        f"{name}-{TRITON_NAMES[dtype]}-{dim}-sm{target}{suffix}",
+        _KERNELS[name],
+        fit_lengths(select(name, dim, dtype, (target // 10, 0)), *lengths),
+        dtype,
+        dim,
+        target=target,
+        constexprs={"WRITE_DQ": name == "dqdkdv"},
+        window=window,
+        search=search,
+    )
+
+
 def compile_specs() -> Sequence[CompileSpec]:
-    """Every tile configuration for bfloat16 and float32; windows and the searched grid on the commonest of them."""
+    """Every tile configuration; a window, the searched grid and short tiles at one."""
     specs = []
     for target in (90, 100):
-        capability = (target // 10, 0)
-        for name, kernel in _KERNELS.items():
-            for dtype in (torch.bfloat16, torch.float32):
-                for dim in (32, 64, 96, 128, 256):
-                    if name == "dqdkdv" and dim > MAX_HEAD_DIM_DQDKDV:
-                        continue
-                    variants = [("", False, False)]
-                    if dim == 128 and dtype == torch.bfloat16 and name != "dqdkdv":
-                        variants += [("-window", True, False), ("-search", False, True)]
-                    for suffix, window, search in variants:
-                        specs.append(
-                            attention_spec(
-                                f"{name}-{TRITON_NAMES[dtype]}-{dim}-sm{target}{suffix}",
-                                kernel,
-                                select(name, dim, dtype, capability),
-                                dtype,
-                                dim,
-                                target=target,
-                                constexprs={"WRITE_DQ": name == "dqdkdv"},
-                                window=window,
-                                search=search,
-                            )
-                        )
+        for name in _KERNELS:
+            specs += [_spec(name, dtype, dim, target) for dtype, dim in compiled_sizes(name)]
+            if name != "dqdkdv":
+                specs.append(_spec(name, torch.bfloat16, 128, target, "-window", window=True))
         specs.append(
             attention_spec(
                 f"delta-bf16-128-sm{target}",
@@ -65,4 +70,9 @@ def compile_specs() -> Sequence[CompileSpec]:
                 constexprs={"HAS_DLSE": False, "dlse_ptr": None, "BLOCK_R": DELTA_ROWS, "BLOCK_DV": power_of_two(128)},
             )
         )
+    for name in _KERNELS:
+        if name != "dqdkdv":
+            specs.append(_spec(name, torch.bfloat16, 64, 90, "-search", search=True))
+        specs.append(_spec(name, torch.bfloat16, 64, 90, "-q8", lengths=(8, 4096)))
+        specs.append(_spec(name, torch.bfloat16, 64, 90, "-k16", lengths=(4096, 16)))
     return specs
