@@ -169,25 +169,34 @@ def test_very_large_scores_interpreted(interpreter, poisoned_empty):
     check(by_launch, x._replace(q=x.q * 200))
 
 
-@pytest.mark.parametrize("compute", [by_op, by_launch], ids=["cpu", "interpreted"])
-def test_no_sample_reaches_another(compute, request):
-    if compute is by_launch:
-        request.getfixturevalue("interpreter")
-    x = inputs(LengthCase(id="leak", lengths_q=(5, 33, 9, 16), lengths_k=(7, 20, 40, 3)), num_heads=1)
-    dlse = torch.ones(x.q.shape[:2])
-    before = compute(x, dlse, FULL)
-    q0, q1 = x.offsets_q[1:3].tolist()
-    k0, k1 = x.offsets_k[1:3].tolist()
-    changed = [t.clone() for t in (x.q, x.k, x.v, x.do)]
-    for t, rows in zip(changed, (slice(q0, q1), slice(k0, k1), slice(k0, k1), slice(q0, q1)), strict=True):
+def check_no_leak(compute, device):
+    """NaN in every row of sample 1 must leave all other rows bit-identical."""
+    case = LengthCase(id="leak", lengths_q=(5, 33, 9, 16), lengths_k=(7, 20, 40, 3))
+    x = inputs(case, num_heads=1, device=device)
+    changed = x._replace(q=x.q.clone(), k=x.k.clone(), v=x.v.clone(), do=x.do.clone())
+    rows_q, rows_k = (slice(*offsets[1:3].tolist()) for offsets in (x.offsets_q, x.offsets_k))
+    for t, rows in ((changed.q, rows_q), (changed.k, rows_k), (changed.v, rows_k), (changed.do, rows_q)):
         t[rows] = float("nan")
-    after = compute(x._replace(q=changed[0], k=changed[1], v=changed[2], do=changed[3]), dlse, FULL)
+    before = compute(x, torch.ones(x.q.shape[:2], device=x.q.device), FULL)
+    after = compute(changed, torch.ones(changed.q.shape[:2], device=changed.q.device), FULL)
     for i, (a, b) in enumerate(zip(before, after, strict=True)):
-        start, stop = (q0, q1) if i < 3 else (k0, k1)
-        keep = torch.ones(a.shape[0], dtype=torch.bool)
-        keep[start:stop] = False
+        keep = torch.ones(a.shape[0], dtype=torch.bool, device=device)
+        keep[rows_q if i < 3 else rows_k] = False
         assert torch.equal(a[keep], b[keep])
         assert b[~keep].isnan().any()
+
+
+def test_no_sample_reaches_another_on_cpu():
+    check_no_leak(by_op, "cpu")
+
+
+def test_no_sample_reaches_another_interpreted(interpreter):
+    check_no_leak(by_launch, "cpu")
+
+
+@pytest.mark.gpu
+def test_no_sample_reaches_another_on_gpu():
+    check_no_leak(by_op, "cuda")
 
 
 def test_same_bits_on_every_run():
