@@ -18,7 +18,7 @@ def _load(directory: Path | None) -> EventLog:
 
 
 def _model(log: EventLog) -> RankingConfig:
-    return for_log(presets.tiny, log, embedding_dim=32)
+    return for_log(presets.tiny, log, embedding_dim=32, dropout=0.1)
 
 
 RECIPE = Recipe(
@@ -28,15 +28,15 @@ RECIPE = Recipe(
     data_dir="data/online-retail",
     model=_model,
     trainer=TrainerConfig(
-        learning_rate=2e-3,
+        learning_rate=1e-3,
         weight_decay=0.01,
         warmup_steps=50,
         final_learning_rate_ratio=0.02,
         log_interval=20,
         checkpoint_interval=100,
     ),
-    data=DataConfig(global_batch_size=256, epochs=1, max_history=200),
-    sparse=SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.02),
+    data=DataConfig(global_batch_size=256, epochs=1, max_history=100),
+    sparse=SparseOptimizerConfig(kind="rowwise_adagrad", learning_rate=0.005),
     reference_task=ONLINE_RETAIL.labels[0].task,
     reference=SCOREBOARD["online-retail"],
 )
