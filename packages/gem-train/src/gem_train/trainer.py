@@ -227,6 +227,7 @@ class Trainer:
         state = self._checkpointer.load(step, tensors, optional=("rng.",))
         self.embeddings.load_state_dict(_strip(tensors, "embeddings."))
         self._window.load_merged(_strip(tensors, "window."))
+        self._window.load_account(state["window"])
         try:
             self._source.load_state_dict(state["source"])
         except ValueError as error:
@@ -374,6 +375,7 @@ class Trainer:
             "world_size": self._world.size,
             "best": self.best,
             "source": self._source_state,
+            "window": self._window.merged_account(),
         }
 
 

@@ -119,6 +119,25 @@ class Window:
         self._loss.copy_(tensors["loss"] * share)
         self._samples.copy_(tensors["samples"])
 
+    def merged_account(self) -> dict[str, Any]:
+        """What the open window has cost so far, as JSON values for a checkpoint. All ranks call it."""
+        return {
+            "seconds": time.perf_counter() - self._began,
+            "flops": float(self._world.sum(torch.tensor(self._flops, dtype=torch.float64))),
+            "flops_by_module": self._flops_by_module,
+        }
+
+    def load_account(self, account: dict[str, Any]) -> None:
+        """Takes over what an open window has cost: its samples are counted, so its time and FLOPs must be too.
+
+        Args:
+            account: From `merged_account`, of any world size; the modules are those of the first rank.
+        """
+        self._began = time.perf_counter() - float(account["seconds"])
+        if self._world.is_first:
+            self._flops = float(account["flops"])
+            self._flops_by_module = dict(account["flops_by_module"])
+
     def _host_copies(self) -> dict[str, Tensor]:
         tensors = {"loss": self._loss, "samples": self._samples}
         for task, metrics in self._metrics.items():
