@@ -103,7 +103,7 @@ def shared_python(session: nox.Session) -> str:
         new_environment(session, SHARED, requirements)
         stamp.write_text(digest)
         seconds = time.perf_counter() - start
-        _timings.append(("(shared environment)", seconds, "ok"))
+        _timings.append(("(environment, in the next)", seconds, "ok"))
         session.log(f"built {SHARED.relative_to(ROOT)} in {seconds:.0f} s")
     return str(SHARED / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
 
@@ -307,6 +307,6 @@ def ci(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def timings(session: nox.Session) -> None:
     """Print the wall time of each session of this run."""
-    lines = [f"{name:<24}{seconds:>8.1f} s  {outcome}" for name, seconds, outcome in _timings]
+    lines = [f"{name:<28}{seconds:>8.1f} s  {outcome}" for name, seconds, outcome in _timings]
     total = sum(seconds for name, seconds, _ in _timings if not name.startswith("("))
-    session.log("wall times\n" + "\n".join([*lines, f"{'all sessions':<24}{total:>8.1f} s"]))
+    session.log("wall times\n" + "\n".join([*lines, f"{'all sessions':<28}{total:>8.1f} s"]))
