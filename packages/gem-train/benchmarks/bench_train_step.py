@@ -35,7 +35,7 @@ from gem_train.timing import PhaseTimer
 ITEM_ROWS = 1_000_000
 OTHER_ROWS = 1_000
 NUM_BATCHES = 4
-SIZES = {"tiny": (1024, 120.0, 512), "small": (1024, 256.0, 512)}
+SIZES = {"tiny": (8192, 120.0, 512), "small": (4096, 256.0, 512)}
 """Preset -> samples of a step, mean of the exponential before the cut, longest history."""
 
 
