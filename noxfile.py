@@ -109,11 +109,9 @@ def shared_python(session: nox.Session) -> str:
 
 
 def environment(session: nox.Session, **variables: str) -> dict[str, str]:
-    """Variables for a child process: one thread unless the caller set it; sources on PYTHONPATH if active."""
-    env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **variables}
-    # The plugins of the lanes lie in .ci; the sources are installed unless the active Python is used.
+    """Variables for a child process. The lanes' plugins lie in .ci; with the active Python the sources join them."""
     paths = [str(ROOT / ".ci"), SOURCES if active(session) else "", os.environ.get("PYTHONPATH", "")]
-    return {**env, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return {**variables, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def module(session: nox.Session, *command: str, **variables: str) -> None:
@@ -122,8 +120,11 @@ def module(session: nox.Session, *command: str, **variables: str) -> None:
 
 
 def pytest(session: nox.Session, *arguments: str, python: str | None = None, **variables: str) -> None:
+    """Run pytest with one thread per process, unless the caller says otherwise: tests start processes themselves."""
     command = [python or shared_python(session), "-m", "pytest", "-c", str(ROOT / "pyproject.toml")]
-    session.run(*command, f"--rootdir={ROOT}", *arguments, *posargs(session), env=environment(session, **variables))
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    env = environment(session, OMP_NUM_THREADS=threads, **variables)
+    session.run(*command, f"--rootdir={ROOT}", *arguments, *posargs(session), env=env)
 
 
 def mentions(folder: Path, *needles: str) -> bool:

@@ -31,25 +31,27 @@ def to_cuda(batch):
     )
 
 
+def one_step(model: RankingModel, batch, tables, recipe: str) -> dict[str, Tensor]:
+    """Logits, gradients and updated rows of a copy of the model in a recipe, on the host."""
+    model = gem_precision.convert(copy.deepcopy(model).to(batch.dense.device), gem_precision.get_recipe(recipe))
+    outputs = model(batch, tables.lookup(tables.exchange(batch.ids)))
+    (model.loss(outputs, batch).total / batch.num_samples).backward()
+    found = {f"logits.{task}": logits.detach() for task, logits in outputs.items()}
+    found |= {f"gradient.{name}": parameter.grad for name, parameter in model.named_parameters()}
+    return {name: value.double().cpu() for name, value in {**found, **tables.state_dict()}.items()}
+
+
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "mxfp8"])
 def test_a_step_on_the_gpu_is_the_step_on_the_cpu(config, make_batch, make_tables, recipe: str) -> None:
     torch.manual_seed(0)
-    here = RankingModel(config)
-    there = gem_precision.convert(copy.deepcopy(here).cuda(), gem_precision.get_recipe(recipe))
-    here = gem_precision.convert(here, gem_precision.get_recipe(recipe))
-    batch = make_batch(LENGTHS)
-    results = []
-    for model, device, own in ((here, "cpu", batch), (there, "cuda", to_cuda(batch))):
-        tables = make_tables(device=device)
-        outputs = model(own, tables.lookup(tables.exchange(own.ids)))
-        (model.loss(outputs, own).total / own.num_samples).backward()
-        gradients = {name: parameter.grad.cpu() for name, parameter in model.named_parameters()}
-        rows = {name: value.cpu() for name, value in tables.state_dict().items()}
-        results.append(({task: logits.detach().cpu() for task, logits in outputs.items()}, gradients, rows))
-    # fp32 attention on tensor cores rounds its operands to TF32 (2**-11); the others to bf16 (2**-8) or e4m3 (2**-4).
-    bound = {"fp32": 5e-3, "bf16": 5e-2, "mxfp8": 0.2}[recipe]
-    for ours, theirs in zip(*results, strict=True):
-        assert ours.keys() == theirs.keys()
-        for name, value in ours.items():
-            distance = (theirs[name].double() - value.double()).norm()
-            assert distance <= bound * value.double().norm() + 1e-4, f"{name}: {float(distance)}"
+    model, batch = RankingModel(config), make_batch(LENGTHS)
+    exact = one_step(model, batch, make_tables(), "fp32")
+    here = one_step(model, batch, make_tables(), recipe)
+    there = one_step(model, to_cuda(batch), make_tables(device="cuda"), recipe)
+    assert here.keys() == there.keys()
+    for name, expected in exact.items():
+        # A recipe rounds; the GPU may round otherwise than the CPU, but not worse. The rest is fp32 in another order,
+        # and, for a gradient that is zero in exact arithmetic, nothing but rounding.
+        allowed = 2 * (here[name] - expected).norm() + 5e-3 * expected.norm() + 1e-5
+        distance = (there[name] - expected).norm()
+        assert distance <= allowed, f"{name}: {float(distance)} exceeds {float(allowed)}"
