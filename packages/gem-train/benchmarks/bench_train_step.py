@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import time
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
+from gem_kernels.testing.bench import environment
 from gem_model import RankingConfig, RankingModel, presets, random_batch
 from gem_parallel import FeatureConfig, ShardedEmbeddings, SparseOptimizerConfig, TableConfig, clip_grad_norm_
 from gem_precision import convert, get_recipe
@@ -136,8 +135,7 @@ def measure(preset: str, precision: str, device: torch.device, steps: int, profi
             trace.key_averages().table(sort_by="self_cuda_time_total" if cuda else "self_cpu_time_total", row_limit=25)
         )
     mean_flops = statistics.fmean(flops[index % NUM_BATCHES] for index in range(steps))
-    name = torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine()
-    account = mfu.account(mean_flops, wall, 1, name)
+    account = mfu.account(mean_flops, wall, 1, str(environment(device)["device"]))
     samples = batches[0][1].num_samples
     return {
         "bench": "train_step",
@@ -154,19 +152,9 @@ def measure(preset: str, precision: str, device: torch.device, steps: int, profi
         "mfu_of": account.explanation,
         "phases_ms": {phase: round(value, 4) for phase, value in phases.items() if value > 0},
         "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
-        "device": name,
-        "torch": torch.__version__,
-        "commit": _commit(),
+        **environment(device),
         "date": datetime.now(UTC).date().isoformat(),
     }
-
-
-def _commit() -> str:
-    try:
-        found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return found.stdout.strip()
 
 
 def main() -> None:
