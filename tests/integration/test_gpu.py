@@ -1,6 +1,7 @@
 """One step on the CPU and on a GPU: logits, gradients and updated rows agree to the rounding of the matrix units."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,14 +45,20 @@ def one_step(model: RankingModel, batch, tables, recipe: str) -> dict[str, Tenso
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "mxfp8"])
 def test_a_step_on_the_gpu_is_the_step_on_the_cpu(config, make_batch, make_tables, recipe: str) -> None:
     torch.manual_seed(0)
-    model, batch = RankingModel(config), make_batch(LENGTHS)
+    # ReLU would switch a unit on here and off there by a rounding, and with it a row of gradients.
+    model, batch = RankingModel(replace(config, activation="silu")), make_batch(LENGTHS)
     exact = one_step(model, batch, make_tables(), "fp32")
     here = one_step(model, batch, make_tables(), recipe)
     there = one_step(model, to_cuda(batch), make_tables(device="cuda"), recipe)
     assert here.keys() == there.keys()
-    for name, expected in exact.items():
-        # A recipe rounds; the GPU may round otherwise than the CPU, but not worse. The rest is fp32 in another order,
-        # and, for a gradient that is zero in exact arithmetic, nothing but rounding.
-        allowed = 2 * (here[name] - expected).norm() + 5e-3 * expected.norm() + 1e-5
-        distance = (there[name] - expected).norm()
-        assert distance <= allowed, f"{name}: {float(distance)} exceeds {float(allowed)}"
+    # A recipe rounds; the GPU may round otherwise than the CPU, but not worse: of all gradients together not twice as
+    # far from fp32, and of one tensor, where few roundings do not average out, four times. The rest is fp32 in another
+    # order, and, for a gradient that is zero in exact arithmetic, nothing but rounding.
+    distances = {name: ((there[name] - x).norm(), (here[name] - x).norm(), x.norm()) for name, x in exact.items()}
+    for name, (gpu, cpu, size) in distances.items():
+        assert gpu <= 4 * cpu + 5e-3 * size + 1e-5, f"{name}: {gpu:.2e} from fp32 on the GPU, {cpu:.2e} on the CPU"
+    gpu, cpu, size = (
+        sum(values[i] ** 2 for name, values in distances.items() if name.startswith("gradient.")) ** 0.5
+        for i in range(3)
+    )
+    assert gpu <= 2 * cpu + 5e-3 * size

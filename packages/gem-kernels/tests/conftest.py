@@ -36,3 +36,15 @@ def poisoned_empty(monkeypatch):
         return x.fill_(float("nan")) if x.is_floating_point() else x
 
     monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.fixture
+def count_variants():
+    """Number of compiled variants that the Triton kernels of some modules hold, on all devices."""
+    from triton.runtime.jit import JITFunction
+
+    def count(*modules):
+        kernels = [x for module in modules for x in vars(module).values() if isinstance(x, JITFunction)]
+        return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())
+
+    return count

@@ -53,6 +53,12 @@ def test_registers_do_not_spill(rows):
     assert not spilling, describe(spilling, "spill_bytes", "max_spill_bytes", "registers")
 
 
+def test_no_broken_additions(rows):
+    built = [row for row in rows if "error" not in row]
+    broken = [row for row in built if row["broken_additions"]]
+    assert not broken, describe(broken, "broken_additions")
+
+
 def test_compile_time(rows):
     # Rows of a warm cache are near 0. A variant that takes longer than this has unrolled into registers it lacks.
     slow = [row for row in rows if row["seconds"] > 120]

@@ -426,9 +426,12 @@ def test_gpu_80000_sequences(outlier):
     lengths[40_000] = max(outlier, int(lengths[40_000]))
     x = attention_inputs(lengths, num_heads=2, head_dim=16, device="cuda")
     results = by_op(x, FULL, "gelu")
-    cpu = x.to("cpu", torch.float64)
-    for name, a, o in zip(("out", "dq", "dk", "dv"), results, by_op(cpu, FULL, "gelu"), strict=True):
-        assert_matches_oracle(name, a, o, o.float(), floor=1e-4)
+    oracle = by_op(x.to("cpu", torch.float64), FULL, "gelu")
+    eager = by_op(x.to("cpu"), FULL, "gelu")
+    # n roundings of a sum of n terms, all of one sign in the worst case, grow like a random walk.
+    units = max(16.0, 2 * max(lengths.tolist()) ** 0.5)
+    for name, a, o, e in zip(("out", "dq", "dk", "dv"), results, oracle, eager, strict=True):
+        assert_matches_oracle(name, a, o, e, floor=summation_floor(o, a.dtype, units=units))
 
 
 @pytest.mark.gpu
@@ -471,14 +474,13 @@ def test_gpu_does_not_wait_for_the_device():
 
 
 @pytest.mark.gpu
-def test_gpu_random_lengths_compile_few_kernels(monkeypatch):
-    import triton
+def test_gpu_random_lengths_compile_few_kernels(count_variants):
+    from gem_kernels._src.gdpa import backward, forward
 
-    compiled = []
-    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **kwargs: compiled.append(kwargs))
+    before = count_variants(forward, backward)
     for seed in range(100):
         lengths_q, lengths_k = random_lengths(20, 50 + 9 * seed, seed=seed), random_lengths(20, 900 - 8 * seed, seed=1)
-        x = attention_inputs(lengths_q, lengths_k, num_heads=2, head_dim=32, dtype=torch.bfloat16, device="cuda")
+        x = attention_inputs(lengths_q, lengths_k, num_heads=2, head_dim=40, dtype=torch.bfloat16, device="cuda")
         by_op(x, FULL, "gelu")
     # forward, dK/dV and dQ, each for a few tile sizes and both grids
-    assert 3 <= len(compiled) <= 30
+    assert 3 <= count_variants(forward, backward) - before <= 30

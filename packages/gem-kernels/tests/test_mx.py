@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from gem_kernels import mx
@@ -329,6 +331,34 @@ def assert_triton_equals_torch(x: Tensor, case: CastCase) -> None:
     values = vectorized.dequantize(*expected, case.block_shape, case.dtype)
     assert_bitwise(triton_casts.launch_dequantize(*pair, case.block_shape, case.dtype), values)
     assert_bitwise(triton_casts.launch_fake_quantize(x, *arguments), values)
+
+
+def assert_every_nan_is_stored_as_nan(device: str) -> None:
+    from gem_kernels._src.mx.triton_casts import _store_float32
+
+    @triton.jit
+    def store(bits_ptr, out_ptr, store_float32: tl.constexpr, N: tl.constexpr):
+        offsets = tl.arange(0, N)
+        store_float32(out_ptr + offsets, tl.load(bits_ptr + offsets).to(tl.float32, bitcast=True), offsets < N)
+
+    payloads = torch.tensor([0x7F800001, 0x7F808000, 0x7FC00000, 0x7FFF8000, 0x7FFFFFFF])
+    bits = torch.cat([payloads, payloads - 2**31, torch.zeros(6, dtype=torch.int64)]).to(torch.int32).to(device)
+    for dtype in DTYPES:
+        out = torch.zeros(16, dtype=dtype, device=device)
+        store[(1,)](bits, out, _store_float32, 16)
+        assert out.isnan().tolist() == [True] * 10 + [False] * 6
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
+def test_every_nan_is_stored_as_nan_in_the_interpreter() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        assert_every_nan_is_stored_as_nan("cpu")
+
+
+@pytest.mark.gpu
+def test_every_nan_is_stored_as_nan_on_the_gpu() -> None:
+    assert_every_nan_is_stored_as_nan("cuda")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")

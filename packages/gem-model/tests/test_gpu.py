@@ -93,8 +93,6 @@ def test_forward_does_not_wait_for_the_device(config):
         torch.cuda.set_sync_debug_mode("default")
 
 
-# torch's compiler still uses parts of torch that it calls deprecated.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.slow
 def test_compiled_gradients_match_eager(tiny):
     model, batch, embeddings = on_gpu(*make(tiny))

@@ -11,6 +11,8 @@ from gem_kernels._src.attention.configs import power_of_two
 
 Direction = Literal["forward", "backward"]
 BLOCK_SIZES = (32, 64, 128)
+_FULL_SWIZZLE = 64
+"""Channels of half precision from which on a row of a tile spans the widest swizzle of shared memory, 128 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +42,13 @@ def select(direction: Direction, dtype: torch.dtype, block_size: int, head_dim: 
         largest_d = largest_dv = 64
         if direction == "backward" and widest > 64:
             largest_dv = 32
+    block_d, block_dv = min(power_of_two(head_dim), largest_d), min(power_of_two(head_dim_v), largest_dv)
+    if block_dv < _FULL_SWIZZLE:
+        # With chunks of q and k in a wider swizzle than those of v, the ptxas of Triton 3.6 (12.8) computes a wrong
+        # address of v in shared memory. The compile test looks for such code.
+        block_d = min(block_d, block_dv)
     return ChunkConfig(
-        block_d=min(power_of_two(head_dim), largest_d),
-        block_dv=min(power_of_two(head_dim_v), largest_dv),
+        block_d=block_d,
+        block_dv=block_dv,
         num_warps=8 if block_size == 128 or (widest > 128 and block_size == 64) else 4,
     )

@@ -39,16 +39,18 @@ def _spec(
     head_dim: int,
     group: int,
     *,
+    head_dim_v: int | None = None,
     single_head: bool = False,
     targets: tuple[int, ...] = (90, 100),
     max_spill_bytes: int = 0,
 ) -> CompileSpec:
-    config = select(direction, dtype, block_size, head_dim, head_dim)
+    dim_v = head_dim if head_dim_v is None else head_dim_v
+    config = select(direction, dtype, block_size, head_dim, dim_v)
     kernel = _KERNELS[direction]
     constexprs = {
         "GROUP": group,
         "D": head_dim,
-        "D_V": head_dim,
+        "D_V": dim_v,
         "BLOCK": block_size,
         "BLOCK_D": config.block_d,
         "BLOCK_DV": config.block_dv,
@@ -68,9 +70,10 @@ def _spec(
             signature[name] = f"*{_NAMES[dtype]}"
         else:
             signature[name] = "fp32" if name.startswith("scale") else "i32"
+    shape = f"block{block_size}-D{head_dim}" + (f"-Dv{dim_v}" if dim_v != head_dim else "")
     suffix = f"-group{group}" if group > 1 else "-head1" if single_head else "-sm80" if targets == (80,) else ""
     return CompileSpec(
-        id=f"{direction}-{_NAMES[dtype]}-block{block_size}-D{head_dim}{suffix}",
+        id=f"{direction}-{_NAMES[dtype]}-{shape}{suffix}",
         kernel=kernel,
         signature=signature,
         constexprs=constexprs,
@@ -85,7 +88,8 @@ def _spec(
 def compile_specs() -> Sequence[CompileSpec]:
     """Forward and backward in bfloat16, and one shape of each in float16, whose code differs in the dtype only.
 
-    That one has a single head, which Triton makes a constant of the kernel.
+    That one has a single head, which Triton makes a constant of the kernel. Values narrower than keys are chunked
+    with them.
     sm_80 has its own matrix instructions and less shared memory: the usual shape is built for it too, and its
     backward may spill a few registers.
     """
@@ -94,4 +98,6 @@ def compile_specs() -> Sequence[CompileSpec]:
         specs += [_spec(direction, torch.bfloat16, *shape) for shape in shapes]
         specs.append(_spec(direction, torch.float16, 64, 64, 1, single_head=True))
         specs.append(_spec(direction, torch.bfloat16, 64, 128, 1, targets=(80,), max_spill_bytes=64))
+        specs.append(_spec(direction, torch.bfloat16, 64, 64, 1, head_dim_v=32))
+        specs.append(_spec(direction, torch.bfloat16, 64, 256, 1, head_dim_v=32))
     return specs

@@ -52,6 +52,8 @@ def _store_float32(ptrs, value, mask):
     if ptrs.dtype.element_ty == tl.bfloat16:
         bits = value.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        # Rounding carries a NaN with a full mantissa, such as the one a GPU returns, over into a zero.
+        rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded)
         tl.store(ptrs, rounded.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=mask)
     else:
         tl.store(ptrs, value.to(ptrs.dtype.element_ty), mask=mask)
