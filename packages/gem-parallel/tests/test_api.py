@@ -5,6 +5,7 @@ def test_public_names():
     assert sorted(gem_parallel.__all__) == [
         "FeatureConfig",
         "FeatureStatus",
+        "Link",
         "ParallelDims",
         "ParallelMesh",
         "ParallelPlan",
@@ -12,6 +13,7 @@ def test_public_names():
         "ShardedEmbeddings",
         "SparseOptimizerConfig",
         "TableConfig",
+        "Topology",
         "__version__",
         "clip_grad_norm_",
         "engine_report",

@@ -6,10 +6,12 @@ from gem_parallel.engines import FeatureStatus, engine_report
 from gem_parallel.gradients import clip_grad_norm_, grad_norm
 from gem_parallel.mesh import ParallelDims, ParallelMesh
 from gem_parallel.plan import ParallelPlan, parallelize
+from gem_parallel.topology import Link, Topology
 
 __all__ = [
     "FeatureConfig",
     "FeatureStatus",
+    "Link",
     "ParallelDims",
     "ParallelMesh",
     "ParallelPlan",
@@ -17,6 +19,7 @@ __all__ = [
     "ShardedEmbeddings",
     "SparseOptimizerConfig",
     "TableConfig",
+    "Topology",
     "__version__",
     "clip_grad_norm_",
     "engine_report",

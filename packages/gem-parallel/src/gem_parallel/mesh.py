@@ -1,5 +1,5 @@
-"""Ranks as axes: dense (dp_replicate, dp_shard) and sparse (sparse_shard)."""
+"""Ranks as axes: dense (dp_replicate, dp_shard, ep) and sparse (sparse_replicate, sparse_shard)."""
 
-from gem_parallel._src.mesh import ParallelDims, ParallelMesh
+from gem_parallel._src.mesh import AxisPlacement, ParallelDims, ParallelMesh
 
-__all__ = ["ParallelDims", "ParallelMesh"]
+__all__ = ["AxisPlacement", "ParallelDims", "ParallelMesh"]

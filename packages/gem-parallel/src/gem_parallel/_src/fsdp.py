@@ -66,8 +66,8 @@ def select_units(module: nn.Module, patterns: tuple[str, ...]) -> list[str]:
 def parallelize(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> nn.Module:
     """Shard a module's parameters over ``mesh.dense``, in place.
 
-    With dp_replicate 1 this is FSDP over dp_shard, else HSDP. Gradients are summed over all ranks, never divided:
-    divide the loss by the global number of samples. Build the optimizer afterwards, from the sharded parameters. On a
+    With dp_replicate 1 this is FSDP over dp_shard and ep, else HSDP. Gradients are summed over all ranks, never
+    divided: divide the loss by the global number of samples. Build the optimizer afterwards, from the sharded parameters. On a
     mesh of one rank the module comes back as it is, its patterns checked.
 
     Every rank must use the same parameters in every backward: a unit without a gradient on one rank skips its reduction
@@ -87,7 +87,7 @@ def parallelize(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> nn
     units = select_units(module, plan.shard_units)
     if mesh.dense.size() == 1:
         return module
-    axes = mesh.dense["dp_shard"] if mesh.dims.dp_replicate == 1 else mesh.dense
+    axes = mesh.fsdp
     policy = MixedPrecisionPolicy(param_dtype=plan.param_dtype, reduce_dtype=plan.reduce_dtype)
     for name in units:
         _shard(module.get_submodule(name), axes, policy)

@@ -49,7 +49,7 @@ class ShardedEmbeddings(nn.Module):
         tables: The tables; names unique.
         features: The streams of ids; several may share a table.
         optimizer: Fused optimizer of all tables.
-        mesh: One-dimensional mesh of the ranks that share the tables (``ParallelMesh.sparse``); None is one process.
+        mesh: Mesh of the ranks that share the tables (``ParallelMesh.sparse``); None is one process.
         device: Where the tables live and ids are expected; default: the mesh's device type, else the CPU. ``to()`` does
             not move tables.
         seed: Initial weights depend on (seed, table name, row) only, not on the ranks.
@@ -83,8 +83,13 @@ class ShardedEmbeddings(nn.Module):
             raise ValueError(
                 f"ShardedEmbeddings: `weight_dtype` must be torch.float32 or torch.float16, got {weight_dtype}"
             )
+        if mesh is not None and mesh.ndim == 2 and mesh.size(0) == 1:
+            mesh = mesh[(mesh.mesh_dim_names or ())[1]]
         if mesh is not None and mesh.ndim != 1:
-            raise ValueError(f"ShardedEmbeddings: `mesh` must have one axis, got {mesh.ndim}; pass ParallelMesh.sparse")
+            raise ValueError(
+                "ShardedEmbeddings: `mesh` must have one axis, or two of which the first has one rank, got "
+                f"{mesh.ndim} axes of {tuple(mesh.shape)}; pass ParallelMesh.sparse with sparse_replicate=1"
+            )
         require_fbgemm("ShardedEmbeddings")
         self.tables = tuple(tables)
         self.features = tuple(features)
