@@ -67,8 +67,8 @@ def parallelize(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> nn
     """Shard a module's parameters over ``mesh.dense``, in place.
 
     With dp_replicate 1 this is FSDP over dp_shard and ep, else HSDP. Gradients are summed over all ranks, never
-    divided: divide the loss by the global number of samples. Build the optimizer afterwards, from the sharded parameters. On a
-    mesh of one rank the module comes back as it is, its patterns checked.
+    divided: divide the loss by the global number of samples. Build the optimizer afterwards, from the sharded
+    parameters. On a mesh of one rank the module comes back as it is, its patterns checked.
 
     Every rank must use the same parameters in every backward: a unit without a gradient on one rank skips its reduction
     there while the others wait.
