@@ -102,17 +102,65 @@ def check_capacity(op: str, name: str, max_name: str, max_seqlen: int, num_seque
         )
 
 
+def check_index(op: str, name: str, index: Tensor, shape: str, count: int | None, like: Tensor) -> None:
+    """Raise unless ``index`` is a 1-D integer tensor of ``count`` entries (any, if None) on the device of ``like``."""
+    if not isinstance(index, Tensor):
+        raise TypeError(f"{op}: `{name}` must be a Tensor of shape {shape}, got {type(index).__name__}.")
+    if index.dim() != 1 or (count is not None and index.shape[0] != count):
+        expected = shape if count is None else f"{shape} = ({count},)"
+        raise ValueError(
+            f"{op}: `{name}` must have shape {expected}, one entry per query sequence, got {tuple(index.shape)}."
+        )
+    if index.dtype not in _OFFSET_DTYPES:
+        raise TypeError(f"{op}: `{name}` must be int32 or int64, got {index.dtype}; cast it with `.to(torch.int64)`.")
+    if index.device != like.device:
+        raise ValueError(
+            f"{op}: `{name}` must be on the device of the values, {like.device}, got {index.device}; move it there."
+        )
+
+
+def check_targets(
+    op: str,
+    num_targets: Tensor,
+    q: Tensor,
+    k: Tensor,
+    offsets_q: Tensor | None,
+    request_index: Tensor | None,
+) -> None:
+    """Raise unless ``num_targets`` is a (B,) integer tensor and the inputs look like self-attention."""
+    if offsets_q is None:
+        raise ValueError(
+            f"{op}: `num_targets` must be None when `offsets_q` is None, got a tensor; "
+            "targets are rows of self-attention, seeds are not."
+        )
+    if request_index is not None:
+        raise ValueError(
+            f"{op}: `num_targets` must be None when `request_index` is given, got both; "
+            "use targets at the end of each user's sequence, or query sequences of their own."
+        )
+    check_index(op, "num_targets", num_targets, "(B,)", offsets_q.shape[0] - 1, q)
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(
+            f"{op}: `num_targets` needs self-attention, `k` with the rows of `q`, {q.shape[0]}, got {k.shape[0]}."
+        )
+
+
 def check_attention(
     op: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    offsets_q: Tensor,
+    offsets_q: Tensor | None,
     offsets_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
+    *,
+    request_index: Tensor | None = None,
 ) -> None:
-    """Raise on any shape, dtype or device mismatch of packed attention inputs; never reads tensor data."""
+    """Raise on any shape, dtype or device mismatch of packed attention inputs; never reads tensor data.
+
+    ``offsets_q=None`` means that q holds the seeds that every sequence shares.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_values(op, name, x)
     check_same(op, {"q": q, "k": k, "v": v})
@@ -127,9 +175,13 @@ def check_attention(
             f"{op}: the heads of `k` must divide the heads of `q`, got {k.shape[1]} and {q.shape[1]}; "
             "repeat or drop heads so that they do."
         )
-    check_offsets(op, "offsets_q", offsets_q, q)
+    if offsets_q is not None:
+        check_offsets(op, "offsets_q", offsets_q, q)
     check_offsets(op, "offsets_k", offsets_k, k)
-    if offsets_q.shape[0] != offsets_k.shape[0]:
+    if request_index is not None:
+        count = None if offsets_q is None else offsets_q.shape[0] - 1
+        check_index(op, "request_index", request_index, "(B,)", count, q)
+    elif offsets_q is not None and offsets_q.shape[0] != offsets_k.shape[0]:
         raise ValueError(
             f"{op}: `offsets_k` must have shape (B + 1,) = ({offsets_q.shape[0]},) like `offsets_q`, "
             f"got ({offsets_k.shape[0]},)."
@@ -167,23 +219,79 @@ def check_scale(op: str, scale: float) -> None:
         raise ValueError(f"{op}: `scale` must be > 0, got {scale}; negate q for a negative one.")
 
 
+def check_request_values(op: str, request_index: Tensor, num_requests: int) -> None:
+    """Raise unless ``request_index`` does not decrease and stays in [0, num_requests); reads it."""
+    if request_index.numel() == 0:
+        return
+    steps = torch.diff(request_index)
+    if bool((steps < 0).any()):
+        i = int(torch.argmin(steps))
+        raise ValueError(
+            f"{op}: `request_index` must not decrease, got {int(request_index[i])} then {int(request_index[i + 1])} "
+            f"at query sequence {i}; sort the query sequences by request."
+        )
+    first, last = int(request_index[0]), int(request_index[-1])
+    if first < 0 or last >= num_requests:
+        raise ValueError(
+            f"{op}: `request_index` must name one of the {num_requests} key sequences of `offsets_k`, "
+            f"got {first if first < 0 else last}."
+        )
+
+
+def check_target_values(op: str, num_targets: Tensor, offsets_q: Tensor, offsets_k: Tensor) -> None:
+    """Raise unless 0 <= ``num_targets`` <= length, and both sides have the same lengths; reads all three."""
+    if not torch.equal(offsets_q.long(), offsets_k.long()):
+        b = int((offsets_q.long() != offsets_k.long()).nonzero()[0])
+        raise ValueError(
+            f"{op}: `num_targets` needs self-attention, equal `offsets_q` and `offsets_k`, "
+            f"got {int(offsets_q[b])} and {int(offsets_k[b])} at entry {b}."
+        )
+    lengths = torch.diff(offsets_q)
+    outside = (num_targets < 0) | (num_targets > lengths)
+    if bool(outside.any()):
+        b = int(outside.nonzero()[0])
+        raise ValueError(
+            f"{op}: `num_targets` must be between 0 and the length of its sequence, {int(lengths[b])} tokens "
+            f"(sequence {b}), got {int(num_targets[b])}."
+        )
+
+
 def check_batch(
     op: str,
     q: Tensor,
     k: Tensor,
-    offsets_q: Tensor,
+    offsets_q: Tensor | None,
     offsets_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
+    request_index: Tensor | None = None,
+    num_targets: Tensor | None = None,
     read_offsets: bool,
 ) -> None:
-    """Raise when the lengths do not fit the packed rows; reads the offsets only if ``read_offsets``."""
-    num_sequences = offsets_q.shape[0] - 1
+    """Raise when the lengths do not fit the packed rows; reads the offsets and indices only if ``read_offsets``."""
+    num_requests = offsets_k.shape[0] - 1
+    if offsets_q is None and q.shape[0] > max_seqlen_q:
+        raise ValueError(
+            f"{op}: `max_seqlen_q` must be at least the rows of `q` when `offsets_q` is None, {q.shape[0]}, "
+            f"got {max_seqlen_q}."
+        )
+    if request_index is not None and request_index.shape[0] > 0 and num_requests == 0:
+        raise ValueError(
+            f"{op}: `request_index` must be empty when `offsets_k` holds no key sequence, "
+            f"got {request_index.shape[0]} entries."
+        )
     for name, offsets, x, max_seqlen in (
         ("q", offsets_q, q, max_seqlen_q),
         ("k", offsets_k, k, max_seqlen_k),
     ):
-        check_capacity(op, f"offsets_{name}", f"max_seqlen_{name}", max_seqlen, num_sequences, x.shape[0])
+        if offsets is None:
+            continue
+        check_capacity(op, f"offsets_{name}", f"max_seqlen_{name}", max_seqlen, offsets.shape[0] - 1, x.shape[0])
         if read_offsets:
             check_offset_values(op, f"offsets_{name}", offsets, x.shape[0], f"max_seqlen_{name}", max_seqlen)
+    if read_offsets and request_index is not None:
+        check_request_values(op, request_index, num_requests)
+    if read_offsets and num_targets is not None:
+        assert offsets_q is not None  # by check_targets
+        check_target_values(op, num_targets, offsets_q, offsets_k)

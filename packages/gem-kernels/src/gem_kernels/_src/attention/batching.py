@@ -95,8 +95,13 @@ def plan_groups(lengths_q: Tensor, lengths_k: Tensor, num_heads: int) -> list[Gr
     return groups
 
 
-def plan_chunks(group: Group, num_heads: int, left: int, right: int) -> Iterator[Chunk]:
-    """Cut a group's queries so that a block of scores stays in cache and a window costs its width, not the length."""
+def plan_chunks(
+    group: Group, num_heads: int, left: int, right: int, *, last_position: int | None = None
+) -> Iterator[Chunk]:
+    """Cut a group's queries so that a block of scores stays in cache and a window costs its width, not the length.
+
+    Rows beyond ``last_position`` are masked as if they stood there.
+    """
     num_sequences = group.sequences.numel()
     rows = max(16, _BLOCK_ELEMENTS // (num_heads * num_sequences * group.len_k))
     if left >= 0 or right >= 0:
@@ -106,18 +111,25 @@ def plan_chunks(group: Group, num_heads: int, left: int, right: int) -> Iterator
     rows = math.ceil(group.len_q / num_chunks)
     for q_start in range(0, group.len_q, rows):
         q_stop = min(q_start + rows, group.len_q)
-        k_start = min(max(0, q_start - left), group.len_k) if left >= 0 else 0
+        position = q_start if last_position is None else min(q_start, last_position)
+        k_start = min(max(0, position - left), group.len_k) if left >= 0 else 0
         k_stop = min(group.len_k, q_stop + right) if right >= 0 else group.len_k
         yield Chunk(q_start, q_stop, k_start, max(k_start, k_stop))
 
 
 class Rows:
-    """The packed rows of a group's sequences, (n, L) padded; reads and writes them head by head."""
+    """The packed rows of a group's sequences, (n, L) padded; reads and writes them head by head.
 
-    def __init__(self, offsets: Tensor, group: Group, length: int, min_length: int) -> None:
+    ``sequences`` are the (n,) indices into ``offsets`` where they are not those of the group.
+    """
+
+    def __init__(
+        self, offsets: Tensor, group: Group, length: int, min_length: int, *, sequences: Tensor | None = None
+    ) -> None:
         offsets = offsets.long()
-        starts = offsets[group.sequences]
-        lengths = offsets[group.sequences + 1] - starts
+        sequences = group.sequences if sequences is None else sequences
+        starts = offsets[sequences]
+        lengths = offsets[sequences + 1] - starts
         positions = torch.arange(length)
         self._shape = (group.sequences.numel(), length)
         self._min_length = min_length
@@ -146,10 +158,17 @@ class Rows:
 
     def scatter(self, out: PackedOutput, x: Tensor) -> None:
         """(n * H, L, D) -> rows of ``out``; padding is dropped."""
+        out.rows.index_copy_(0, self._targets(out), x.reshape(-1, x.shape[-1]).to(out.rows.dtype))
+
+    def scatter_add(self, out: PackedOutput, x: Tensor) -> None:
+        """Like ``scatter``, added in the order of the group's sequences: for rows that several of them share."""
+        out.rows.index_add_(0, self._targets(out), x.reshape(-1, x.shape[-1]).to(out.rows.dtype))
+
+    def _targets(self, out: PackedOutput) -> Tensor:
         index = self._flat(out.num_heads)
         if self.tail_padding is not None:
             index[:, :, self._min_length :].masked_fill_(self._padding[:, None, :], out.spare_row)
-        out.rows.index_copy_(0, index.flatten(), x.reshape(-1, x.shape[-1]).to(out.rows.dtype))
+        return index.flatten()
 
 
 class PackedOutput:
@@ -162,10 +181,10 @@ class PackedOutput:
         self.rows = torch.full((total * num_heads + 1, dim), fill, dtype=dtype)
 
     @classmethod
-    def like(cls, x: Tensor) -> PackedOutput:
-        """A zero result with the shape and dtype of ``x`` (T, H, D)."""
+    def like(cls, x: Tensor, dtype: torch.dtype | None = None) -> PackedOutput:
+        """A zero result with the shape of ``x`` (T, H, D), and its dtype unless another is given."""
         total, num_heads, dim = x.shape
-        return cls(total, num_heads, dim, x.dtype)
+        return cls(total, num_heads, dim, x.dtype if dtype is None else dtype)
 
     def packed(self) -> Tensor:
         """The (T, H, D) tensor; rows that nothing was written to hold the fill value."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ TRITON_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "f
 _MAX_SPILL_BYTES = 128
 """Per thread: the largest tiles hold two accumulators and spill some 30 registers; smaller ones read more memory."""
 _FLOAT32_POINTERS = {"lse_ptr", "dlse_ptr", "delta_ptr"}
+_INDEX_POINTERS = {"request_index_ptr", "request_starts_ptr", "num_targets_ptr"}
+"""Absent, None, unless a variant asks for them."""
 _FLOATS = {"scale", "scale_log2", "pre_scale", "post_scale"}
 
 
@@ -35,9 +37,14 @@ def attention_spec(
     constexprs: Mapping[str, Any],
     window: bool = False,
     search: bool = False,
+    indices: Collection[str] = (),
 ) -> CompileSpec:
-    """Variant of a packed attention kernel with D = D_v = ``head_dim`` and one query head per key head."""
+    """Variant of a packed attention kernel with D = D_v = ``head_dim`` and one query head per key head.
+
+    ``indices`` are the optional index pointers that the variant takes, such as ``request_index_ptr``.
+    """
     values: dict[str, Any] = {
+        **dict.fromkeys(_INDEX_POINTERS - set(indices)),
         "GROUP": 1,
         "D": head_dim,
         "D_V": head_dim,
@@ -58,7 +65,7 @@ def attention_spec(
             continue
         if name in _FLOAT32_POINTERS:
             signature[name] = "*fp32"
-        elif name.endswith("offsets_ptr") or name.startswith("offsets"):
+        elif name in _INDEX_POINTERS or name.endswith("offsets_ptr") or name.startswith("offsets"):
             signature[name] = "*i64"
         elif name.endswith("_ptr"):
             signature[name] = f"*{TRITON_NAMES[dtype]}"

@@ -42,3 +42,14 @@ def locate_tile(
         head = (pid // num_tiles) % num_heads
         b = pid // (num_tiles * num_heads)
     return b, head, tile
+
+
+@triton.jit
+def key_sequence(
+    request_index_ptr,  # (B,) or None
+    b,
+):
+    """Key sequence that query sequence b reads."""
+    if request_index_ptr is not None:
+        b = tl.load(request_index_ptr + b)
+    return b
