@@ -6,6 +6,11 @@ import pytest
 import torch
 
 from gem_parallel import FeatureConfig, ShardedEmbeddings, SparseOptimizerConfig, TableConfig
+from gem_parallel._src.embeddings import exchange as exchange_source
+from gem_parallel._src.embeddings import hashing
+from gem_parallel._src.embeddings.hashing import hash_ids
+from gem_parallel._src.embeddings.ids import flatten_ids
+from gem_parallel._src.embeddings.layout import make_groups, make_shards
 
 BIG = 2**63 - 1
 ROWS = 10
@@ -129,15 +134,19 @@ REFUSED = [
         "meta", {"x": (torch.zeros(1, device="meta").long(), torch.tensor([0, 1]))}, ValueError, "device cpu, got meta"
     ),
     Refused("no offsets", {"x": (torch.zeros(0).long(), torch.zeros(0).long())}, ValueError, r"hold num_bags \+ 1"),
-    Refused("start", {"x": (torch.tensor([1, 2]), torch.tensor([1, 2]))}, ValueError, "got 1 places"),
-    Refused("end", {"x": (torch.tensor([1, 2]), torch.tensor([0, 1]))}, ValueError, "got 1 places"),
-    Refused("past the end", {"x": (torch.tensor([1, 2]), torch.tensor([0, 3]))}, ValueError, "got 1 places"),
-    Refused("falling", {"x": (torch.tensor([1, 2]), torch.tensor([0, 2, 1, 2]))}, ValueError, "got 1 places"),
+    Refused("start", {"x": (torch.tensor([1, 2]), torch.tensor([1, 2]))}, ValueError, "feature 'x': .*got 1 places"),
+    Refused("end", {"x": (torch.tensor([1, 2]), torch.tensor([0, 1]))}, ValueError, "feature 'x': .*got 1 places"),
+    Refused(
+        "past the end", {"x": (torch.tensor([1, 2]), torch.tensor([0, 3]))}, ValueError, "feature 'x': .*got 1 places"
+    ),
+    Refused(
+        "falling", {"x": (torch.tensor([1, 2]), torch.tensor([0, 2, 1, 2]))}, ValueError, "feature 'x': .*got 1 places"
+    ),
     Refused(
         "second feature",
         {"x": ids_of([1], [2]), "y": (torch.tensor([1, 2]), torch.tensor([1, 0, 3]))},
         ValueError,
-        "got 3 places",
+        "feature 'y': offsets must start at 0.*got 3 places",
     ),
 ]
 
@@ -159,7 +168,8 @@ TABLE = {"name": "t", "num_rows": 4, "dim": 8}
         ({"dim": 6}, ValueError, "`dim` must be a multiple of 4 .* got 6; use 8"),
         ({"dim": 1028}, ValueError, "`dim` must be at most 1024 .* got 1028; split the columns over 2 tables"),
         ({"dim": 0}, ValueError, "`dim` must lie in"),
-        ({"num_rows": 0}, ValueError, r"`num_rows` must lie in \[1, 2147483646\], got 0"),
+        ({"num_rows": 0}, ValueError, r"`num_rows` must lie in \[1, 1152921504606846976\], got 0"),
+        ({"hashed": 1}, TypeError, "`hashed` must be a bool, got int"),
         ({"num_rows": 1.5}, TypeError, "`num_rows` must be an int, got float"),
         ({"placement": "rows"}, ValueError, "`placement` must be one of auto, table_wise, row_wise, got 'rows'"),
         ({"init_std": -1.0}, ValueError, "`init_std` must be finite and at least 0, got -1.0"),
@@ -195,7 +205,12 @@ def test_optimizer_refuses(arguments, text):
         (["t"], [("f", "t"), ("f", "t")], {}, "names in `features` must be unique, got 'f' twice"),
         (["t"], [("f", "u")], {}, "feature 'f' must name a table of `tables`, got 'u'; the tables are t"),
         (["t"], [], {"id_policy": "ignore"}, "`id_policy` must be one of error, drop, clamp, got 'ignore'"),
-        (["t"], [], {"weight_dtype": torch.bfloat16}, "`weight_dtype` must be torch.float32 or torch.float16"),
+        (
+            ["t"],
+            [],
+            {"weight_dtype": torch.float64},
+            "`weight_dtype` must be torch.float32, torch.float16 or .*got torch.float64",
+        ),
         (["t"], [], {"device": "meta"}, "`device` must be a CPU or CUDA device, got meta"),
     ],
 )
@@ -209,3 +224,66 @@ def test_module_refuses(tables, features, options, text):
         )
     with pytest.raises(ValueError, match="`pooling` must be one of sum, mean, none, got 'max'"):
         FeatureConfig(name="f", table="t", pooling="max")
+
+
+def test_rows_of_one_rank_are_limited():
+    table = TableConfig(name="huge", num_rows=2**33, dim=4)
+    with pytest.raises(
+        ValueError, match=r"'huge' must have at most 2147483646 rows on one rank .*over 5 ranks or more"
+    ):
+        ShardedEmbeddings([table], [], optimizer=SparseOptimizerConfig())
+
+
+def test_positions_beyond_32_bits():
+    """Owner and local row of ids of tables with 2^33 rows in all, from the plan of 8 ranks; no table is made."""
+    tables = [TableConfig(name=name, num_rows=2**33, dim=4, placement="row_wise") for name in "ab"]
+    features = [FeatureConfig(name=f"f{name}", table=name, pooling="none") for name in "ab"]
+    (group,) = make_groups(make_shards(tables, 8), features)
+    plan = exchange_source._GroupPlan(group, 8, torch.device("cpu"))
+    ids = torch.tensor([2**33 - 1, 0, 2**32, 2**31 + 5, 2**33 - 1])
+    pair = (ids, torch.tensor([0, 5]))
+    batch = flatten_ids({"fb": pair}, [group], features, policy="error", device=torch.device("cpu"))
+    assert batch.summary.tolist() == [0, -1, -1, -1, 0, 0]
+    found = exchange_source.deduplicate(batch.groups[0], plan)
+    counts = found.send_counts.view(8, 2)
+    # chunks of 2^30 rows: 0 on rank 0, 2^31 + 5 on 2, 2^32 on 4, 2^33 - 1 on 7
+    assert counts[:, 1].tolist() == [1, 0, 1, 0, 1, 0, 0, 1]
+    assert not counts[:, 0].any()
+    starts = plan.boundaries[torch.searchsorted(plan.boundaries, found.sorted_positions, right=True) - 1]
+    assert (found.sorted_positions - starts).tolist() == [0, 5, 0, 2**30 - 1, 2**30 - 1]
+
+
+def test_hash_is_splitmix64():
+    """Published outputs of splitmix64 for seed 1234567, whose states are seed + k * golden; and its reduction."""
+    golden = hashing.GOLDEN
+    states = [(1234567 + k * golden) % 2**64 for k in range(3)]
+    words = torch.tensor([hashing._signed(state) for state in states])
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert [word % 2**64 for word in hashing.mix64(words).tolist()] == expected
+    assert hash_ids(words, 1000).tolist() == [each % 2**63 % 1000 for each in expected]
+    with pytest.raises(TypeError, match=r"`values` must be int64, got torch.int32"):
+        hash_ids(words.int(), 3)
+    with pytest.raises(ValueError, match="`num_rows` must be at least 1, got 0"):
+        hash_ids(words, 0)
+
+
+def test_hash_fills_a_table_evenly():
+    """Chi-square of 100,000 consecutive ids, and of ids 2^40 apart, over 1,000 rows: within 5 of its deviations."""
+    for step in (1, 2**40):
+        rows = hash_ids(torch.arange(-50_000, 50_000) * step, 1000)
+        counts = torch.bincount(rows, minlength=1000).double()
+        chi_square = float(((counts - 100) ** 2 / 100).sum())
+        assert abs(chi_square - 999) < 5 * (2 * 999) ** 0.5, chi_square
+
+
+@pytest.mark.parametrize("policy", ["error", "drop", "clamp"])
+def test_hashed_table_takes_any_id(policy):
+    tables = [TableConfig(name="t", num_rows=ROWS, dim=8, hashed=True), TableConfig(name="plain", num_rows=ROWS, dim=8)]
+    features = [FeatureConfig(name=name, table=name, pooling="none") for name in ("t", "plain")]
+    module = ShardedEmbeddings(tables, features, optimizer=SparseOptimizerConfig(), id_policy=policy)
+    values = torch.tensor([-1, BIG, 3, -BIG - 1])
+    out = module.lookup(module.exchange({"t": (values, torch.tensor([0, 4])), "plain": ids_of([2])}))
+    rows = module.state_dict()["tables.t.weight"]
+    assert torch.equal(out["t"], rows[hash_ids(values, ROWS)])
+    assert torch.equal(out["plain"], module.state_dict()["tables.plain.weight"][[2]])
+    assert set(module.out_of_range_counts().values()) == {0}

@@ -207,7 +207,7 @@ def test_errors_agree_on_all_ranks(faulty):
         found, moved, count = result["error"]
         for part in ("IndexError", "rank 1", "'f_wide'", "'wide'", "num_rows=50", "got 50 ", "2 such ids"):
             assert part in found["id"], found["id"]
-        assert found["offsets"].startswith("ValueError: exchange: rank 1: offsets of every feature"), found["offsets"]
+        assert found["offsets"].startswith("ValueError: exchange: rank 1: feature 'f_wide': offsets must start at 0")
         if rank == 1:
             assert found["dtype"].startswith("TypeError: exchange: values of feature 'f_wide' must be int64")
             assert found["unknown"].startswith("ValueError: exchange: `ids` must name configured features")
@@ -223,7 +223,7 @@ def test_policies_raise_for_offsets_only(faulty, policy):
     for rank, result in enumerate(faulty):
         found, _, count = result[policy]
         assert found["id"] == "none"
-        assert "rank 1: offsets" in found["offsets"]
+        assert "rank 1: feature 'f_wide': offsets" in found["offsets"]
         assert count == (2 if rank == 1 else 0)
 
 

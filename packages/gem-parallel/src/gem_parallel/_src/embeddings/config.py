@@ -17,8 +17,11 @@ IdPolicy = Literal["error", "drop", "clamp"]
 MAX_DIM = 1024
 """fbgemm's CUDA kernels hold one row in the registers of one warp; wider rows come back wrong or are refused."""
 
-MAX_ROWS = 2**31 - 2
-"""Rows of one table: fbgemm's CPU kernels index rows with 32 bits (one row is kept in reserve)."""
+MAX_ROWS = 2**60
+"""Rows of one table over all ranks: positions in all tables together are 64-bit numbers."""
+
+MAX_LOCAL_ROWS = 2**31 - 2
+"""Rows of one table on one rank: fbgemm's CPU kernels index rows with 32 bits (one row is kept in reserve)."""
 
 
 def check_choice(owner: str, argument: str, value: object, choices: Sequence[str]) -> None:
@@ -47,7 +50,7 @@ class TableConfig:
     name: str
     """Unique; part of the state dict's keys."""
     num_rows: int
-    """Ids of this table lie in [0, num_rows)."""
+    """Ids of this table lie in [0, num_rows). May exceed 2^31; the rows of one rank may not."""
     dim: int
     """Row length, in elements: a multiple of 4, at most 1024."""
     placement: Placement = "auto"
@@ -55,6 +58,8 @@ class TableConfig:
     for a table larger than a rank's fair share of all tables, else table_wise."""
     init_std: float | None = None
     """Standard deviation of the normal initial weights; None is dim ** -0.5."""
+    hashed: bool = False
+    """Ids are any int64 and are mapped to rows by ``hash_ids(values, num_rows)``; none is out of range."""
 
     def __post_init__(self) -> None:
         check_name("TableConfig", "name", self.name)
@@ -73,6 +78,8 @@ class TableConfig:
                 f"split the columns over {parts} tables and concatenate their outputs"
             )
         check_choice(owner, "placement", self.placement, get_args(Placement))
+        if not isinstance(self.hashed, bool):
+            raise TypeError(f"{owner}: `hashed` must be a bool, got {type(self.hashed).__name__}")
         if self.init_std is not None and not (math.isfinite(self.init_std) and self.init_std >= 0):
             raise ValueError(f"{owner}: `init_std` must be finite and at least 0, got {self.init_std}")
 

@@ -15,15 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gem_parallel._src.embeddings.ids import BatchIds, BatchReport, GroupIds, summarise
+from gem_parallel._src.embeddings.ids import NUM_SUMMARY, BatchIds, BatchReport, GroupIds, summarise
 from gem_parallel._src.embeddings.layout import Group
 from gem_parallel._src.embeddings.pending import GroupRequest, Route
 from gem_parallel._src.embeddings.transfer import DeviceVector, to_device
 
 __all__ = ["Exchanger", "RankReport", "exchange_rows"]
 
-NUM_FLAGS = 5
-"""Leading columns of the counts: refused, malformed, first feature, first id, number of out-of-range ids."""
+NUM_FLAGS = 6
+"""Leading columns of the counts: refused, malformed places and their first feature, first feature and id out of range,
+number of out-of-range ids."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +35,7 @@ class RankReport:
     refused: bool
     """It raised before it could look at the values."""
     malformed: int
+    malformed_feature: int
     first_feature: int
     first_id: int
     num_out_of_range: int
@@ -45,6 +47,7 @@ class _GroupPlan:
     def __init__(self, group: Group, world_size: int, device: torch.device) -> None:
         sizes = [shard.num_local_rows(rank) for rank in range(world_size) for shard in group.tables]
         starts = list(accumulate(sizes, initial=0))
+        self.world_size = world_size
         self.num_tables = len(group.tables)
         self.total = starts[-1]
         """Also the position that stands for dropped ids: past every shard."""
@@ -70,6 +73,32 @@ class _Dedup:
     """(R * T,) distinct ids per owner and table."""
 
 
+def deduplicate(ids: GroupIds, plan: _GroupPlan) -> _Dedup:
+    """Distinct positions of a group's ids."""
+    device = plan.boundaries.device
+    values = ids.values
+    num_values = values.numel()
+    counts = to_device(ids.counts, device)
+    table = torch.repeat_interleave(torch.arange(plan.num_tables, device=device), counts, output_size=num_values)
+    valid = (values >= 0) & (values < plan.num_rows[table])
+    safe = torch.where(valid, values, 0)
+    chunk = plan.chunks[table]
+    shard = table * plan.world_size + torch.div(safe, chunk, rounding_mode="floor")
+    positions = torch.where(valid, plan.bases[shard] + safe % chunk, plan.total)
+    sorted_positions, order = torch.sort(positions, stable=True)
+    is_new = torch.ones(num_values, dtype=torch.int64, device=device)
+    if num_values:
+        is_new[1:] = (sorted_positions[1:] != sorted_positions[:-1]).to(torch.int64)
+    running = torch.cat([is_new.new_zeros(1), is_new.cumsum(0)])
+    send_counts = running[torch.searchsorted(sorted_positions, plan.boundaries)].diff()
+    return _Dedup(
+        order=order,
+        sorted_positions=sorted_positions,
+        distinct_of_sorted=running[1:] - 1,
+        send_counts=send_counts,
+    )
+
+
 class Exchanger:
     """The exchanges of one module over one process group."""
 
@@ -86,7 +115,7 @@ class Exchanger:
         """Tell the other ranks that this one has raised, in place of its counts."""
         send = torch.zeros(self.world_size, self._num_columns, dtype=torch.int64, device=self._device)
         send[:, 0] = 1
-        send[:, 2:4] = -1
+        send[:, 2:5] = -1
         dist.all_to_all_single(torch.empty_like(send), send, group=self.process_group)
 
     def exchange(
@@ -102,9 +131,9 @@ class Exchanger:
             Requests, the transfers they wait for, this rank's own report, and the ranks with faults; with faults there
             are no requests, on any rank.
         """
-        dedups = [self._dedup(ids, plan) for ids, plan in zip(batch.groups, self._plans, strict=True)]
+        dedups = [deduplicate(ids, plan) for ids, plan in zip(batch.groups, self._plans, strict=True)]
         summary = batch.summary
-        flags = torch.cat([summary.new_zeros(1), summary[:3], summary[3:].sum().view(1)])
+        flags = torch.cat([summary.new_zeros(1), summary[:NUM_SUMMARY], summary[NUM_SUMMARY:].sum().view(1)])
         rows = [flags.expand(self.world_size, NUM_FLAGS)]
         rows += [dedup.send_counts.view(self.world_size, -1) for dedup in dedups]
         send = torch.cat(rows, dim=1)
@@ -139,34 +168,10 @@ class Exchanger:
             rank=rank,
             refused=bool(columns[0]),
             malformed=columns[1],
-            first_feature=columns[2],
-            first_id=columns[3],
-            num_out_of_range=columns[4],
-        )
-
-    def _dedup(self, ids: GroupIds, plan: _GroupPlan) -> _Dedup:
-        values = ids.values
-        num_values = values.numel()
-        counts = to_device(ids.counts, self._device)
-        table = torch.repeat_interleave(
-            torch.arange(plan.num_tables, device=self._device), counts, output_size=num_values
-        )
-        valid = (values >= 0) & (values < plan.num_rows[table])
-        safe = torch.where(valid, values, 0)
-        chunk = plan.chunks[table]
-        shard = table * self.world_size + torch.div(safe, chunk, rounding_mode="floor")
-        positions = torch.where(valid, plan.bases[shard] + safe % chunk, plan.total)
-        sorted_positions, order = torch.sort(positions, stable=True)
-        is_new = torch.ones(num_values, dtype=torch.int64, device=self._device)
-        if num_values:
-            is_new[1:] = (sorted_positions[1:] != sorted_positions[:-1]).to(torch.int64)
-        running = torch.cat([is_new.new_zeros(1), is_new.cumsum(0)])
-        send_counts = running[torch.searchsorted(sorted_positions, plan.boundaries)].diff()
-        return _Dedup(
-            order=order,
-            sorted_positions=sorted_positions,
-            distinct_of_sorted=running[1:] - 1,
-            send_counts=send_counts,
+            malformed_feature=columns[2],
+            first_feature=columns[3],
+            first_id=columns[4],
+            num_out_of_range=columns[5],
         )
 
     def _send(

@@ -11,10 +11,12 @@ from gem_parallel._src.embeddings.ids import BatchReport
 
 __all__ = ["raise_local", "raise_ranks"]
 
-MALFORMED = (
-    "offsets of every feature must start at 0, never fall and end at the number of its values, "
-    "got {count} places where they do not"
-)
+
+def _malformed(feature: FeatureConfig, count: int) -> str:
+    return (
+        f"feature {feature.name!r}: offsets must start at 0, never fall and end at the number of its values, got "
+        f"{count} places in the batch where they do not; build them as the cumulative sum of the bags' lengths behind a 0"
+    )
 
 
 def _out_of_range(
@@ -34,7 +36,7 @@ def raise_local(
 ) -> None:
     """Raise if this process's batch is bad."""
     if report.malformed:
-        raise ValueError(f"exchange: {MALFORMED.format(count=report.malformed)}")
+        raise ValueError(f"exchange: {_malformed(features[report.malformed_feature], report.malformed)}")
     if policy == "error" and report.first_feature >= 0:
         feature = features[report.first_feature]
         count = report.out_of_range[report.first_feature]
@@ -54,7 +56,7 @@ def raise_ranks(
             f"{others}"
         )
     if fault.malformed:
-        raise ValueError(f"{where}{MALFORMED.format(count=fault.malformed)}{others}")
+        raise ValueError(f"{where}{_malformed(features[fault.malformed_feature], fault.malformed)}{others}")
     feature = features[fault.first_feature]
     text = _out_of_range(feature, tables, fault.first_id, fault.num_out_of_range, fault.num_out_of_range)
     raise IndexError(f"{where}{text}{others}")

@@ -13,10 +13,14 @@ import torch
 from torch import Tensor
 
 from gem_parallel._src.embeddings.config import FeatureConfig, IdPolicy
+from gem_parallel._src.embeddings.hashing import hash_ids
 from gem_parallel._src.embeddings.layout import FeatureSlot, Group
 from gem_parallel._src.embeddings.transfer import to_device
 
-__all__ = ["BatchIds", "BatchReport", "GroupIds", "flatten_ids", "summarise"]
+__all__ = ["NUM_SUMMARY", "BatchIds", "BatchReport", "GroupIds", "flatten_ids", "summarise"]
+
+NUM_SUMMARY = 4
+"""Leading numbers of ``BatchIds.summary``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +56,9 @@ class BatchIds:
 
     groups: tuple[GroupIds, ...]
     summary: Tensor
-    """(3 + F,) int64: malformed bags, then (index, id) of the first offending id in feature order (-1 if none), then
-    the number of out-of-range ids of each configured feature."""
+    """(4 + F,) int64: (number, first feature) of places where offsets do not describe bags, then (feature, id) of the
+    first offending id in the order of tables, -1 where there is none, then the number of out-of-range ids of each
+    configured feature."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +66,7 @@ class BatchReport:
     """``BatchIds.summary`` on the host."""
 
     malformed: int
+    malformed_feature: int
     first_feature: int
     first_id: int
     out_of_range: tuple[int, ...]
@@ -114,8 +120,8 @@ def flatten_ids(
         )
     pairs = {name: check_feature(name, pair, device) for name, pair in ids.items()}
     flat = [_flatten_group(pairs, group) for group in groups]
-    summary = torch.zeros(3 + len(features), dtype=torch.int64, device=device)
-    summary[1:3] = -1
+    summary = torch.zeros(NUM_SUMMARY + len(features), dtype=torch.int64, device=device)
+    summary[1:NUM_SUMMARY] = -1
     checked = [_check_values(group_ids, summary, policy) for group_ids in flat]
     return BatchIds(groups=tuple(checked), summary=summary)
 
@@ -128,6 +134,9 @@ def _flatten_group(pairs: Mapping[str, tuple[Tensor, Tensor]], group: Group) -> 
         if slot.config.name not in pairs:
             continue
         ids, offsets = pairs[slot.config.name]
+        table = group.tables[slot.table].config
+        if table.hashed:
+            ids = hash_ids(ids, table.num_rows)
         end = start + ids.numel()
         features.append(FeatureIds(slot=slot, start=start, end=end, offsets=offsets))
         values.append(ids)
@@ -151,10 +160,16 @@ def _check_values(group_ids: GroupIds, summary: Tensor, policy: IdPolicy) -> Gro
     last = lengths.cumsum(0) - 1
     first = last + 1 - lengths
     table = to_device([*first.tolist(), *last.tolist(), *sizes, *_rows_of(group_ids)], device).view(4, -1)
-    falls = offsets[1:] < offsets[:-1]
+    falls = torch.cat([offsets.new_zeros(1, dtype=torch.bool), offsets[1:] < offsets[:-1]])
     # where one feature ends and the next begins the run falls by right
-    falls.index_fill_(0, table[1][:-1], False)
-    malformed = falls.sum() + (offsets[table[0]] != 0).sum() + (offsets[table[1]] != table[2]).sum()
+    falls.index_fill_(0, table[0], False)
+    running = falls.cumsum(0)
+    faults = running[table[1]] - running[table[0]]
+    faults = faults + (offsets[table[0]] != 0) + (offsets[table[1]] != table[2])
+    slots = to_device([feature.slot.index for feature in features], device)
+    malformed = faults.sum()
+    worst = slots[(faults > 0).to(torch.int8).argmax()]
+    summary[1] = torch.where((malformed > 0) & (summary[1] < 0), worst, summary[1])
     summary[0] += malformed
     if values.numel() == 0:
         return group_ids
@@ -163,14 +178,13 @@ def _check_values(group_ids: GroupIds, summary: Tensor, policy: IdPolicy) -> Gro
     ends = table[2].cumsum(0)
     running = torch.cat([bad.new_zeros(1, dtype=torch.int64), bad.cumsum(0)])
     per_feature = running[ends] - running[ends - table[2]]
-    slots = to_device([feature.slot.index for feature in features], device)
-    summary.index_add_(0, slots + 3, per_feature)
+    summary.index_add_(0, slots + NUM_SUMMARY, per_feature)
     position = bad.to(torch.int8).argmax().view(1)
     faulty = per_feature.sum() > 0
     where = torch.searchsorted(ends, position, right=True)
     found = torch.cat([slots[where], values[position]])
     # The first group with a fault keeps its place.
-    summary[1:3] = torch.where(faulty & (summary[1] < 0), found, summary[1:3])
+    summary[2:4] = torch.where(faulty & (summary[2] < 0), found, summary[2:4])
     if policy == "clamp":
         values = torch.minimum(values.clamp(min=0), limit - 1)
     elif policy == "drop":
@@ -186,4 +200,10 @@ def _rows_of(group_ids: GroupIds) -> list[int]:
 
 def summarise(vector: Sequence[int]) -> BatchReport:
     """Read ``BatchIds.summary``."""
-    return BatchReport(malformed=vector[0], first_feature=vector[1], first_id=vector[2], out_of_range=tuple(vector[3:]))
+    return BatchReport(
+        malformed=vector[0],
+        malformed_feature=vector[1],
+        first_feature=vector[2],
+        first_id=vector[3],
+        out_of_range=tuple(vector[NUM_SUMMARY:]),
+    )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gem_parallel._src.embeddings.config import FeatureConfig, TableConfig
+from gem_parallel._src.embeddings.config import MAX_LOCAL_ROWS, FeatureConfig, TableConfig
 
-__all__ = ["FeatureSlot", "Group", "TableShard", "make_groups", "make_shards"]
+__all__ = ["FeatureSlot", "Group", "TableShard", "check_local_rows", "make_groups", "make_shards"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +77,17 @@ def make_shards(tables: Sequence[TableConfig], world_size: int) -> tuple[TableSh
         load[rank] += sizes[index]
         shards[index] = TableShard(config=tables[index], row_wise=False, owner=rank, chunk=tables[index].num_rows)
     return tuple(shards[index] for index in range(len(tables)))
+
+
+def check_local_rows(shards: Sequence[TableShard]) -> None:
+    """Raise if a rank would own more rows of a table than the engines can index."""
+    for shard in shards:
+        if shard.chunk > MAX_LOCAL_ROWS:
+            ranks = -(-shard.config.num_rows // MAX_LOCAL_ROWS)
+            raise ValueError(
+                f"ShardedEmbeddings: table {shard.config.name!r} must have at most {MAX_LOCAL_ROWS} rows on one rank "
+                f"(limit of fbgemm's row indices), got {shard.chunk}; place it row_wise over {ranks} ranks or more"
+            )
 
 
 def make_groups(shards: Sequence[TableShard], features: Sequence[FeatureConfig]) -> tuple[Group, ...]:

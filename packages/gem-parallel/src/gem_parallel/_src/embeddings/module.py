@@ -22,7 +22,7 @@ from gem_parallel._src.embeddings.exchange import Exchanger
 from gem_parallel._src.embeddings.faults import raise_local, raise_ranks
 from gem_parallel._src.embeddings.ids import BatchReport, flatten_ids
 from gem_parallel._src.embeddings.initial import fill_initial
-from gem_parallel._src.embeddings.layout import Group, TableShard, make_groups, make_shards
+from gem_parallel._src.embeddings.layout import Group, TableShard, check_local_rows, make_groups, make_shards
 from gem_parallel._src.embeddings.local import pooled_outputs
 from gem_parallel._src.embeddings.lookup import Assemble, RowBlock
 from gem_parallel._src.embeddings.pending import GroupRequest, Pending
@@ -53,11 +53,11 @@ class ShardedEmbeddings(nn.Module):
         device: Where the tables live and ids are expected; default: the mesh's device type, else the CPU. ``to()`` does
             not move tables.
         seed: Initial weights depend on (seed, table name, row) only, not on the ranks.
-        weight_dtype: float32 or float16. Outputs and moments are float32. With float16, fbgemm rounds updates
-            stochastically on CUDA.
+        weight_dtype: float32, float16 or bfloat16. Outputs and moments are float32. fbgemm rounds float16 weights
+            stochastically on CUDA and to the nearest on the CPU; bfloat16 weights are rounded stochastically
+            everywhere, by random bits that depend on (seed, table name, row, column, step) only.
         id_policy: What an id outside [0, num_rows) does. error: IndexError; drop: the zero vector and no gradient;
-        clamp:
-            the nearest row. Counted in every case, see ``out_of_range_counts``.
+            clamp: the nearest row. Counted in every case, see ``out_of_range_counts``.
 
     Raises:
         ImportError: fbgemm-gpu is missing or does not load; the message has the pip line.
@@ -79,9 +79,10 @@ class ShardedEmbeddings(nn.Module):
         super().__init__()
         check_configs(tables, features)
         check_choice("ShardedEmbeddings", "id_policy", id_policy, ("error", "drop", "clamp"))
-        if weight_dtype not in (torch.float32, torch.float16):
+        if weight_dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise ValueError(
-                f"ShardedEmbeddings: `weight_dtype` must be torch.float32 or torch.float16, got {weight_dtype}"
+                "ShardedEmbeddings: `weight_dtype` must be torch.float32, torch.float16 or torch.bfloat16, "
+                f"got {weight_dtype}"
             )
         if mesh is not None and mesh.ndim == 2 and mesh.size(0) == 1:
             mesh = mesh[(mesh.mesh_dim_names or ())[1]]
@@ -100,11 +101,14 @@ class ShardedEmbeddings(nn.Module):
         self._mesh = mesh if several else None
         self._rank = mesh.get_local_rank() if mesh is not None and several else 0
         self._shards = make_shards(self.tables, mesh.size() if mesh is not None else 1)
+        check_local_rows(self._shards)
         self._groups = make_groups(self._shards, self.features)
         # Lists of plain objects: fbgemm's parameters and buffers must not become the model's.
         self._engines: list[list[Engine]] = [
-            _make_engines(group, self._rank, optimizer, weight_dtype, self.device) for group in self._groups
+            _make_engines(group, self._rank, optimizer, weight_dtype, self.device, seed) for group in self._groups
         ]
+        # Adam's bias correction and stochastic rounding count the updates.
+        self._counts_steps = optimizer.kind == "adam" or weight_dtype == torch.bfloat16
         self._exchanger = (
             Exchanger(self._groups, mesh.get_group(), self.device) if mesh is not None and several else None
         )
@@ -267,7 +271,7 @@ class ShardedEmbeddings(nn.Module):
         return found
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        step = self._step if self.optimizer.kind == "adam" else None
+        step = self._step if self._counts_steps else None
         destination.update(save_tables(self._local_tables(), prefix, self._rank, self._mesh, step))
 
     def _load_from_state_dict(
@@ -281,7 +285,7 @@ class ShardedEmbeddings(nn.Module):
         error_msgs: list[str],
     ) -> None:
         loaded = load_tables(
-            self._local_tables(), state_dict, prefix, self._rank, self._mesh, self.optimizer.kind == "adam", strict
+            self._local_tables(), state_dict, prefix, self._rank, self._mesh, self._counts_steps, strict
         )
         missing_keys += loaded.missing
         unexpected_keys += loaded.unexpected
@@ -321,25 +325,32 @@ def engines_pool(device: torch.device) -> bool:
 
 
 def _make_engines(
-    group: Group, rank: int, optimizer: SparseOptimizerConfig, weight_dtype: torch.dtype, device: torch.device
+    group: Group,
+    rank: int,
+    optimizer: SparseOptimizerConfig,
+    weight_dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
 ) -> list[Engine]:
     rows = [shard.num_local_rows(rank) for shard in group.tables]
+    if needs_torch_engine(optimizer, weight_dtype, device):
+        return [
+            TorchEngine(
+                num_rows=[shard.num_local_rows(rank)],
+                dim=group.dim,
+                optimizer=optimizer,
+                weight_dtype=weight_dtype,
+                device=device,
+                name=shard.config.name,
+                seed=seed,
+                first_row=shard.rows_of(rank)[0],
+            )
+            for shard in group.tables
+        ]
     pools = engines_pool(device)
-    engines: list[Engine] = []
-    for part in [[each] for each in rows] if pools else [rows]:
-        if pools and needs_torch_engine(optimizer):
-            engines.append(
-                TorchEngine(num_rows=part, dim=group.dim, optimizer=optimizer, weight_dtype=weight_dtype, device=device)
-            )
-        else:
-            engines.append(
-                FbgemmEngine(
-                    num_rows=part,
-                    dim=group.dim,
-                    optimizer=optimizer,
-                    weight_dtype=weight_dtype,
-                    device=device,
-                    pools=pools,
-                )
-            )
-    return engines
+    return [
+        FbgemmEngine(
+            num_rows=part, dim=group.dim, optimizer=optimizer, weight_dtype=weight_dtype, device=device, pools=pools
+        )
+        for part in ([[each] for each in rows] if pools else [rows])
+    ]

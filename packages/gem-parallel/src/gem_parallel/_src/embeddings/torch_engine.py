@@ -1,6 +1,7 @@
-"""CPU tables whose optimizer fbgemm does not have there: the same update in PyTorch.
+"""Tables whose optimizer or weights fbgemm does not have: the same update in PyTorch.
 
-That is Adam, and row-wise AdaGrad with weight decay, which fbgemm's pooled CPU kernel ignores.
+On the CPU that is Adam, and row-wise AdaGrad with weight decay, which fbgemm's pooled CPU kernel ignores; everywhere it
+is bfloat16 weights.
 """
 
 from __future__ import annotations
@@ -15,13 +16,18 @@ from torch.autograd.function import once_differentiable
 
 from gem_parallel._src.embeddings.config import SparseOptimizerConfig
 from gem_parallel._src.embeddings.engine import state_names
+from gem_parallel._src.embeddings.hashing import round_to_bfloat16
+from gem_parallel._src.embeddings.initial import chunk_seed
 
 __all__ = ["TorchEngine", "needs_torch_engine"]
 
 
-def needs_torch_engine(optimizer: SparseOptimizerConfig) -> bool:
-    """Whether fbgemm lacks this optimizer on the CPU."""
-    return optimizer.kind == "adam" or (optimizer.kind == "rowwise_adagrad" and optimizer.weight_decay > 0)
+def needs_torch_engine(optimizer: SparseOptimizerConfig, weight_dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether fbgemm lacks this optimizer or these weights."""
+    if weight_dtype == torch.bfloat16:
+        return True
+    decays = optimizer.kind == "rowwise_adagrad" and optimizer.weight_decay > 0
+    return device.type == "cpu" and (optimizer.kind == "adam" or decays)
 
 
 class _Rows(torch.autograd.Function):
@@ -39,13 +45,25 @@ class _Rows(torch.autograd.Function):
         ids, bags = ctx.saved_tensors
         if bags is not None:
             lengths = bags.diff()
-            grad = grad.index_select(0, torch.repeat_interleave(torch.arange(lengths.numel()), lengths))
-        ctx.engine.update(ids, grad, ctx.step, ctx.learning_rate)
+            numbers = torch.arange(lengths.numel(), device=lengths.device)
+            grad = grad.index_select(0, torch.repeat_interleave(numbers, lengths, output_size=ids.numel()))
+        ctx.engine.apply(ids, grad, ctx.step, ctx.learning_rate)
         return None, None, None, None, None
 
 
 class TorchEngine:
-    """One table; moments in float32, equal ids summed in batch order."""
+    """One table; moments in float32, equal ids summed in batch order.
+
+    Args:
+        num_rows: Rows of the one table.
+        dim: Columns held here.
+        optimizer: The update.
+        weight_dtype: bfloat16 weights are rounded stochastically, others to the nearest.
+        device: Where the table lives.
+        name: Table name, for the random bits.
+        seed: The module's seed, likewise.
+        first_row: Row of the whole table at which these begin.
+    """
 
     num_tables = 1
     pools = True
@@ -58,14 +76,17 @@ class TorchEngine:
         optimizer: SparseOptimizerConfig,
         weight_dtype: torch.dtype,
         device: torch.device,
+        name: str,
+        seed: int,
+        first_row: int,
     ) -> None:
         (rows,) = num_rows
-        assert needs_torch_engine(optimizer)
         self._config = optimizer
         self.learning_rate = optimizer.learning_rate
+        self._name, self._seed, self._first_row = name, seed, first_row
         # One scratch row, as in the other engine.
         self._weight = torch.zeros(rows + 1, dim, dtype=weight_dtype, device=device)
-        shape = (rows + 1, dim) if optimizer.kind == "adam" else (rows + 1,)
+        shape = (rows + 1,) if optimizer.kind == "rowwise_adagrad" else (rows + 1, dim)
         self._moments = {name: torch.zeros(shape, device=device) for name in state_names(optimizer.kind)}
         self._anchor = torch.zeros(0, device=device, requires_grad=True)
 
@@ -74,7 +95,7 @@ class TorchEngine:
             return self._weight.index_select(0, ids).float()
         rows = self._weight
         if rows.dtype != torch.float32:
-            ids, rows = torch.arange(ids.numel()), rows.index_select(0, ids).float()
+            ids, rows = torch.arange(ids.numel(), device=ids.device), rows.index_select(0, ids).float()
         return F.embedding_bag(ids, rows, bags, mode="sum", include_last_offset=True)
 
     def lookup(self, ids: Tensor, counts: Sequence[int], bags: Tensor | None, step: int | None) -> Tensor:
@@ -88,27 +109,42 @@ class TorchEngine:
         self._weight[-1].zero_()
 
     @torch.no_grad()
-    def update(self, ids: Tensor, grad: Tensor, step: int, learning_rate: float) -> None:
-        rows, inverse = torch.unique(ids, return_inverse=True)
-        grad = torch.zeros(rows.numel(), grad.shape[1], device=grad.device).index_add_(0, inverse, grad)
+    def apply(self, ids: Tensor, grad: Tensor, step: int, learning_rate: float) -> None:
+        """One optimizer step; ``grad`` (N, dim) has one row per id."""
+        in_order, order = torch.sort(ids, stable=True)
+        rows, repeats = torch.unique_consecutive(in_order, return_counts=True)
+        starts = repeats.cumsum(0) - repeats
+        # Not index_add_, which has no fixed order on CUDA.
+        grad = F.embedding_bag(order, grad.contiguous(), starts, mode="sum")
         moments = {name: moment.index_select(0, rows) for name, moment in self._moments.items()}
         weight = self._weight.index_select(0, rows).float()
-        rule = self._adam if self._config.kind == "adam" else self._rowwise_adagrad
-        weight -= learning_rate * (rule(grad, moments, step) + self._config.weight_decay * weight)
-        self._weight.index_copy_(0, rows, weight.to(self._weight.dtype))
+        change = self._change(grad, moments, step)
+        if self._config.weight_decay:
+            change = change + self._config.weight_decay * weight
+        weight -= learning_rate * change
+        self._weight.index_copy_(0, rows, self._rounded(weight, rows, step))
         for name, moment in moments.items():
             self._moments[name].index_copy_(0, rows, moment)
 
-    def _adam(self, grad: Tensor, moments: dict[str, Tensor], step: int) -> Tensor:
+    def _change(self, grad: Tensor, moments: dict[str, Tensor], step: int) -> Tensor:
         """Advance the moments of the rows in place; the change of the weights per unit of learning rate."""
-        beta1, beta2 = self._config.beta1, self._config.beta2
-        first = moments["exp_avg"].mul_(beta1).add_(grad, alpha=1 - beta1)
-        second = moments["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        return (first / (1 - beta1**step)) / ((second / (1 - beta2**step)).sqrt_() + self._config.eps)
-
-    def _rowwise_adagrad(self, grad: Tensor, moments: dict[str, Tensor], step: int) -> Tensor:
+        config = self._config
+        if config.kind == "sgd":
+            return grad
+        if config.kind == "adam":
+            first = moments["exp_avg"].mul_(config.beta1).add_(grad, alpha=1 - config.beta1)
+            second = moments["exp_avg_sq"].mul_(config.beta2).addcmul_(grad, grad, value=1 - config.beta2)
+            return (first / (1 - config.beta1**step)) / ((second / (1 - config.beta2**step)).sqrt_() + config.eps)
+        if config.kind == "adagrad":
+            return grad / (moments["sum"].addcmul_(grad, grad).sqrt() + config.eps)
         total = moments["sum"].add_(grad.square().mean(1))
-        return grad / (total.sqrt() + self._config.eps).unsqueeze(1)
+        return grad / (total.sqrt() + config.eps).unsqueeze(1)
+
+    def _rounded(self, weight: Tensor, rows: Tensor, step: int) -> Tensor:
+        if self._weight.dtype != torch.bfloat16:
+            return weight.to(self._weight.dtype)
+        key = chunk_seed(self._seed, self._name, -step)
+        return round_to_bfloat16(weight, rows + self._first_row, first_column=0, width=weight.shape[1], key=key)
 
     def weights(self) -> list[Tensor]:
         return [self._weight[:-1]]
