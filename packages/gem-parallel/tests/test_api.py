@@ -3,6 +3,7 @@ import gem_parallel
 
 def test_public_names():
     assert sorted(gem_parallel.__all__) == [
+        "ExpertParallel",
         "FeatureConfig",
         "FeatureStatus",
         "Link",

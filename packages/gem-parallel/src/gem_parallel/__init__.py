@@ -3,12 +3,14 @@
 from gem_parallel._version import __version__
 from gem_parallel.embeddings import FeatureConfig, Pending, ShardedEmbeddings, SparseOptimizerConfig, TableConfig
 from gem_parallel.engines import FeatureStatus, engine_report
+from gem_parallel.experts import ExpertParallel
 from gem_parallel.gradients import clip_grad_norm_, grad_norm
 from gem_parallel.mesh import ParallelDims, ParallelMesh
 from gem_parallel.plan import ParallelPlan, parallelize
 from gem_parallel.topology import Link, Topology
 
 __all__ = [
+    "ExpertParallel",
     "FeatureConfig",
     "FeatureStatus",
     "Link",

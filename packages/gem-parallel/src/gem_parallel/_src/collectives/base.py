@@ -1,0 +1,92 @@
+"""All-gather and reduce-scatter behind one interface, and the engine that works everywhere."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["Collectives", "DefaultCollectives"]
+
+# torch 2.13 renamed the two functions and warns on the names that 2.11 has.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Collectives(ABC):
+    """How a group of ranks gathers and reduces; engines differ in what does the copying, never in the result's meaning.
+
+    Buffers that come from ``allocate`` may be faster; any contiguous tensors are right.
+    """
+
+    name: str
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialised buffer that suits this engine, for an input or an output."""
+        return torch.empty(tuple(size), dtype=dtype, device=device)
+
+    @abstractmethod
+    def all_gather(
+        self, output: Tensor, tensor: Tensor, group: dist.ProcessGroup, *, async_op: bool = False
+    ) -> dist.Work | None:
+        """``output`` becomes the ``tensor`` of rank 0, then of rank 1 and so on, along dim 0.
+
+        Args:
+            output: (ranks * n, ...), contiguous.
+            tensor: (n, ...), contiguous, of equal shape on every rank; may be this rank's part of ``output``.
+            group: The ranks.
+            async_op: Return at once; ``output`` is valid after ``wait()`` of the result.
+
+        Returns:
+            None, or with ``async_op`` an object with ``wait()``.
+        """
+
+    @abstractmethod
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        group: dist.ProcessGroup,
+        *,
+        op: dist.ReduceOp.RedOpType | dist.ReduceOp = dist.ReduceOp.SUM,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """``output`` becomes this rank's part of the sum of every rank's ``tensor``.
+
+        Args:
+            output: (n, ...), contiguous.
+            tensor: (ranks * n, ...), contiguous, of equal shape on every rank.
+            group: The ranks.
+            op: SUM or AVG.
+            async_op: As for ``all_gather``.
+
+        Returns:
+            As for ``all_gather``.
+        """
+
+
+class DefaultCollectives(Collectives):
+    """What the process group's backend does by itself: NCCL's kernels on the SMs, or gloo on the CPU."""
+
+    name = "default"
+
+    def all_gather(
+        self, output: Tensor, tensor: Tensor, group: dist.ProcessGroup, *, async_op: bool = False
+    ) -> dist.Work | None:
+        """See ``Collectives``."""
+        return _all_gather(output, tensor, group=group, async_op=async_op)
+
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        group: dist.ProcessGroup,
+        *,
+        op: dist.ReduceOp.RedOpType | dist.ReduceOp = dist.ReduceOp.SUM,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """See ``Collectives``."""
+        return _reduce_scatter(output, tensor, op=op, group=group, async_op=async_op)

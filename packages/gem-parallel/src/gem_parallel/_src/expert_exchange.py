@@ -1,0 +1,121 @@
+"""Rows of a group's ranks brought together and taken apart again, with mirrored backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gem_parallel._src.collectives.base import Collectives
+
+__all__ = ["Exchange", "gather_rows", "scatter_rows"]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What both directions of one layer call share."""
+
+    group: dist.ProcessGroup
+    collectives: Collectives
+    counts: tuple[tuple[int, ...], ...]
+    """Per input, the rows of every rank."""
+    reduce_dtype: torch.dtype | None
+
+    def gather(self, tensor: Tensor, counts: tuple[int, ...]) -> Tensor:
+        """(rows of this rank, ...) -> (rows of all ranks, ...)."""
+        if tensor.dtype == torch.bool:
+            return self.gather(tensor.view(torch.uint8), counts).view(torch.bool)
+        longest, total = max(counts), sum(counts)
+        rest = tensor.shape[1:]
+        if total == 0 or rest.numel() == 0:
+            # Nothing to send; every rank sees the same counts.
+            return tensor.new_empty((total, *rest))
+        allocate = self.collectives.allocate
+        output = allocate((len(counts) * longest, *rest), dtype=tensor.dtype, device=tensor.device)
+        if len(tensor) == longest:
+            part = tensor.contiguous()
+        else:
+            part = allocate((longest, *rest), dtype=tensor.dtype, device=tensor.device)
+            part[: len(tensor)] = tensor
+            part[len(tensor) :] = 0
+        self.collectives.all_gather(output, part, self.group)
+        if longest * len(counts) == total:
+            return output
+        return torch.cat([piece[:count] for piece, count in zip(output.split(longest), counts, strict=True)])
+
+    def scatter(self, tensor: Tensor, counts: tuple[int, ...]) -> Tensor:
+        """(rows of all ranks, ...) -> sum over ranks of (rows of this rank, ...)."""
+        longest, total = max(counts), sum(counts)
+        mine = counts[dist.get_rank(self.group)]
+        rest = tensor.shape[1:]
+        if total == 0 or rest.numel() == 0:
+            return tensor.new_empty((mine, *rest))
+        dtype = self.reduce_dtype or tensor.dtype
+        allocate = self.collectives.allocate
+        if longest * len(counts) == total:
+            padded = tensor.to(dtype).contiguous()
+        else:
+            padded = allocate((len(counts) * longest, *rest), dtype=dtype, device=tensor.device)
+            for piece, part in zip(padded.split(longest), tensor.split(counts), strict=True):
+                piece[: len(part)] = part
+                piece[len(part) :] = 0
+        output = allocate((longest, *rest), dtype=dtype, device=tensor.device)
+        self.collectives.reduce_scatter(output, padded, self.group)
+        return output[:mine].to(tensor.dtype)
+
+
+class _Gather(torch.autograd.Function):
+    """One function for all inputs: its backward starts when all their gradients are there, in the same order on every
+    rank, whatever the rank's experts do.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        outputs = tuple(exchange.gather(x, counts) for x, counts in zip(inputs, exchange.counts, strict=True))
+        ctx.mark_non_differentiable(*[output for output in outputs if not output.is_floating_point()])
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        exchange: Exchange = ctx.exchange
+        needed = ctx.needs_input_grad[1:]
+        return (
+            None,
+            *[
+                exchange.scatter(grad, counts) if need else None
+                for grad, counts, need in zip(grads, exchange.counts, needed, strict=True)
+            ],
+        )
+
+
+class _Scatter(torch.autograd.Function):
+    """``gathered`` is not read: as inputs they make sure that backward reaches the gather, whatever experts read."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, partial: Tensor, *gathered: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        ctx.num_gathered = len(gathered)
+        return exchange.scatter(partial, exchange.counts[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        exchange: Exchange = ctx.exchange
+        return (None, exchange.gather(grad, exchange.counts[0]), *[None] * ctx.num_gathered)
+
+
+def gather_rows(exchange: Exchange, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """All ranks' rows of each input, in rank order."""
+    return _Gather.apply(exchange, *inputs)
+
+
+def scatter_rows(exchange: Exchange, partial: Tensor, gathered: Sequence[Tensor]) -> Tensor:
+    """This rank's rows of the sum of all ranks' ``partial``, whose rows are those of the first input."""
+    return _Scatter.apply(exchange, partial, *gathered)

@@ -1,0 +1,189 @@
+"""Experts of one layer spread over ranks: every expert sees the whole batch, their outputs are summed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gem_parallel._src.collectives.base import Collectives, DefaultCollectives
+from gem_parallel._src.expert_exchange import Exchange, gather_rows, scatter_rows
+
+__all__ = ["ExpertParallel", "is_expert_parameter", "local_experts", "mark_expert_parameters"]
+
+_MARK = "_gem_parallel_expert"
+
+
+def is_expert_parameter(parameter: Tensor) -> bool:
+    """The parameter is an expert's: ranks of another ep coordinate hold other ones in its place."""
+    return getattr(parameter, _MARK, False)
+
+
+def mark_expert_parameters(module: nn.Module) -> None:
+    """Let ``is_expert_parameter`` know the module's parameters, as they are now."""
+    for parameter in module.parameters():
+        setattr(parameter, _MARK, True)
+
+
+def local_experts(num_experts: int, degree: int, rank: int) -> range:
+    """Positions of the experts that one rank holds: consecutive ones, counts differ by at most one."""
+    return range(num_experts * rank // degree, num_experts * (rank + 1) // degree)
+
+
+class ExpertParallel(nn.Module):
+    """Sum of experts over the whole batch, each rank of the group holding some of the experts.
+
+    out = sum over e of expert_e(x), for x = the samples of all ranks of the group in rank order; a rank gets the rows
+    of its own samples. No token is routed: experts differ by parameters (and by what they read of x), as in Meta's post
+    on GEM training of 2026-08-03. Forward all-gathers the activations in the group, runs the rank's experts on them and
+    reduce-scatters the outputs; backward all-gathers the output gradients and reduce-scatters the input gradients. So
+    each rank computes with its experts' parameters only, and their gradients are complete in the group without a
+    reduction; over other groups with other samples they are summed by FSDP (``parallelize``).
+
+    Numbers of rows may differ between the ranks, zero included: shorter parts travel padded to the longest.
+
+    Jagged input goes as values and lengths, each gathered along its own dim 0: sequences of rank r follow those of rank
+    r - 1 in both, so the gathered lengths describe the gathered values.
+
+    All ranks of the group call forward and backward together. The loss of every rank depends on its output, also when
+    it has no rows, and an input needs a gradient on all ranks or on none.
+
+    Args:
+        experts: All experts of the layer, built alike on every rank (on the meta device if one rank cannot hold them).
+            The others' are dropped; parameters keep the names ``experts.<position>.*`` of a list of all.
+        group: The ranks that hold the experts (``ParallelMesh.ep_group``, or a mesh of one axis); None is one process.
+        collectives: Engine that moves the rows; default: the group's backend.
+        reduce_dtype: dtype in which outputs and input gradients travel and are summed; None is their own.
+
+    Raises:
+        TypeError: ``experts`` holds something that is no module.
+        ValueError: fewer experts than ranks, a mesh of several axes, or ``reduce_dtype`` is no floating point dtype.
+    """
+
+    def __init__(
+        self,
+        experts: Sequence[nn.Module] | nn.ModuleList,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        collectives: Collectives | None = None,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ValueError(
+                    f"ExpertParallel: `group` must be a mesh of one axis, got {group.ndim} axes; pass mesh.dense['ep']"
+                )
+            group = group.get_group()
+        degree = 1 if group is None else dist.get_world_size(group)
+        for expert in experts:
+            if not isinstance(expert, nn.Module):
+                raise TypeError(f"ExpertParallel: `experts` must hold modules, got {type(expert).__name__}")
+        if len(experts) < degree:
+            raise ValueError(
+                f"ExpertParallel: `experts` must hold at least one expert for each of the {degree} ranks of `group`, "
+                f"got {len(experts)}; lower the ep degree"
+            )
+        if reduce_dtype is not None and not reduce_dtype.is_floating_point:
+            raise ValueError(f"ExpertParallel: `reduce_dtype` must be a floating point dtype, got {reduce_dtype}")
+        self.num_experts = len(experts)
+        self.degree = degree
+        self._group = group
+        self._collectives = collectives or DefaultCollectives()
+        self._reduce_dtype = reduce_dtype
+        mine = local_experts(len(experts), degree, 0 if group is None else dist.get_rank(group))
+        self.experts = nn.ModuleDict({str(position): experts[position] for position in mine})
+        mark_expert_parameters(self)
+
+    def extra_repr(self) -> str:
+        """Which experts are here."""
+        return f"num_experts={self.num_experts}, degree={self.degree}, local={list(self.experts)}"
+
+    def forward(self, *inputs: Tensor, rows: Sequence[Sequence[int]] | None = None, **constants: Any) -> Tensor:
+        """Apply all experts to the rows of all ranks.
+
+        Args:
+            inputs: Tensors (n, ...) of this rank, at least one; n may differ between inputs and ranks, what follows it
+                only between inputs. Floating point ones are differentiable.
+            rows: Per input, n on every rank of the group in rank order, where the caller knows it. None exchanges them,
+                and on CUDA waits for that.
+            constants: Passed on to the experts as they are; equal on all ranks.
+
+        Returns:
+            (n, ...) with n of the first input: this rank's rows of the sum.
+
+        Raises:
+            ValueError: no input, ``rows`` that do not describe the inputs, inputs that differ between ranks in dtype,
+                in another dim than 0 or in whether they need a gradient, or an expert that does not return one row for
+                each row of its first input.
+        """
+        if not inputs:
+            raise ValueError("ExpertParallel: `inputs` must hold at least one tensor, got none")
+        # Parameters may have been replaced since (to_empty, fully_shard).
+        mark_expert_parameters(self.experts)
+        if self._group is None or self.degree == 1:
+            return self._local(inputs, constants, inputs[0].shape[0])
+        counts = self._exchange_rows(inputs) if rows is None else self._checked_rows(inputs, rows)
+        exchange = Exchange(self._group, self._collectives, counts, self._reduce_dtype)
+        gathered = gather_rows(exchange, inputs)
+        partial = self._local(gathered, constants, sum(counts[0]))
+        return scatter_rows(exchange, partial, gathered)
+
+    def _local(self, inputs: Sequence[Tensor], constants: dict[str, Any], num_rows: int) -> Tensor:
+        total: Tensor | None = None
+        for position, expert in self.experts.items():
+            output = expert(*inputs, **constants)
+            if not isinstance(output, Tensor) or output.ndim == 0 or output.shape[0] != num_rows:
+                got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+                raise ValueError(
+                    f"ExpertParallel: expert {position} must return a tensor with one row for each of the {num_rows} "
+                    f"rows of its first input, got {got}"
+                )
+            total = output if total is None else total + output
+        assert total is not None
+        return total
+
+    def _checked_rows(self, inputs: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        rank = dist.get_rank(self._group)
+        counts = tuple(tuple(each) for each in rows)
+        fits = len(counts) == len(inputs) and all(
+            len(each) == self.degree and min(each) >= 0 and each[rank] == tensor.shape[0]
+            for each, tensor in zip(counts, inputs, strict=True)
+        )
+        if not fits:
+            raise ValueError(
+                f"ExpertParallel: `rows` must hold, for each of {len(inputs)} inputs, the rows of {self.degree} ranks, "
+                f"and at rank {rank} those given, {[tensor.shape[0] for tensor in inputs]}, got {counts}"
+            )
+        return counts
+
+    def _exchange_rows(self, inputs: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
+        """Per input the rows of every rank; also finds inputs that would make the exchange hang or mix up bytes."""
+        assert self._group is not None
+        device = inputs[0].device
+        grad = torch.is_grad_enabled()
+        mine = [
+            [tensor.shape[0], int(grad and tensor.requires_grad), crc32(f"{tensor.dtype} {tensor.shape[1:]}".encode())]
+            for tensor in inputs
+        ]
+        sent = torch.tensor(mine, dtype=torch.int64, device=device)
+        received = torch.empty((self.degree, len(inputs), 3), dtype=torch.int64, device=device)
+        DefaultCollectives().all_gather(received.view(-1, 3), sent, self._group)
+        found: list[list[list[int]]] = received.tolist()
+        for position, tensor in enumerate(inputs):
+            for what, column, have in (
+                ("whether it needs a gradient", 1, bool(mine[position][1])),
+                ("dtype or in a dim after the first", 2, f"{tensor.dtype} {tuple(tensor.shape)}"),
+            ):
+                others = [rank for rank, each in enumerate(found) if each[position][column] != mine[position][column]]
+                if others:
+                    raise ValueError(
+                        f"ExpertParallel: input {position} must not differ between the ranks of the group in {what}, "
+                        f"got {have} here and another on ranks {others} of the group"
+                    )
+        return tuple(tuple(each[position][0] for each in found) for position in range(len(inputs)))

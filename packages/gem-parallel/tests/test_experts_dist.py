@@ -1,0 +1,248 @@
+"""Experts over ranks equal one process that holds them all; 2 and 4 gloo processes; calls and bytes counted."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from gem_parallel._src.collectives.base import DefaultCollectives
+from gem_parallel.experts import ExpertParallel
+
+pytestmark = pytest.mark.dist
+WIDTH = 6
+
+
+class Recorder(DefaultCollectives):
+    """Counts what it is asked to move."""
+
+    def __init__(self, log, name="ep"):
+        self.log, self.name = log, name
+
+    def all_gather(self, output, tensor, group, *, async_op=False):
+        self.log.append((f"{self.name} AG", output.numel() * output.element_size(), str(tensor.dtype)))
+        return super().all_gather(output, tensor, group, async_op=async_op)
+
+    def reduce_scatter(self, output, tensor, group, *, op=dist.ReduceOp.SUM, async_op=False):
+        self.log.append((f"{self.name} RS", tensor.numel() * tensor.element_size(), str(tensor.dtype)))
+        return super().reduce_scatter(output, tensor, group, op=op, async_op=async_op)
+
+
+class FullyShardComm:
+    """The same for fully_shard's own collectives."""
+
+    def __init__(self, log, kind):
+        self.recorder, self.kind = Recorder(log, "fsdp"), kind
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(tuple(size), dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op=None, async_op=False):
+        if self.kind == "AG":
+            return self.recorder.all_gather(output_tensor, input_tensor, group, async_op=async_op)
+        return self.recorder.reduce_scatter(output_tensor, input_tensor, group, op=op, async_op=async_op)
+
+
+class JaggedExpert(nn.Module):
+    """Reads rows of samples, packed tokens with lengths, and a constant; odd experts ignore the tokens."""
+
+    def __init__(self, position):
+        super().__init__()
+        torch.manual_seed(10 + position)
+        self.sample, self.token = nn.Linear(WIDTH, 4), nn.Linear(3, 4)
+        self.position = position
+
+    def forward(self, x, values, lengths, *, scale):
+        out = torch.tanh(self.sample(x))
+        if self.position % 2 == 0:
+            owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+            pooled = torch.zeros(len(lengths), 4, dtype=x.dtype).index_add(0, owner, self.token(values))
+            out = out + scale * pooled
+        else:
+            # touched with weight zero, so that its gradient is zeros and not None
+            out = out + 0 * self.token.weight.sum() + 0 * self.token.bias.sum()
+        return out
+
+
+@dataclass(frozen=True)
+class Case:
+    id: str
+    lengths: tuple
+    """Per rank, the lengths of its samples' sequences."""
+    num_experts: int = 5
+    known: bool = False
+    """The caller knows the rows."""
+
+
+def cases(world_size):
+    even = ((2, 0, 5), (1, 3, 3)) * (world_size // 2)
+    uneven = ((2, 0, 5, 1, 1), (), (4,), (0, 0))[:world_size]
+    return [
+        Case("even", even),
+        Case("even-known", even, known=True),
+        Case("one-expert-each", even, num_experts=world_size),
+        Case("uneven", uneven),
+        Case("uneven-known", uneven, known=True),
+        Case("no-tokens", ((0, 0), (0,)) * (world_size // 2)),
+        Case("all-empty", ((),) * world_size),
+    ]
+
+
+def samples(case):
+    """Per rank (x, values, lengths, weights of the outputs)."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    return [
+        (normal(len(each), WIDTH), normal(sum(each), 3), torch.tensor(each, dtype=torch.int64), normal(len(each), 4))
+        for each in case.lengths
+    ]
+
+
+def make(num_experts):
+    return [JaggedExpert(position) for position in range(num_experts)]
+
+
+def run(layer, x, values, lengths, weight, **arguments):
+    x, values = x.clone().requires_grad_(), values.clone().requires_grad_()
+    out = layer(x, values, lengths, scale=0.5, **arguments)
+    (out * weight).sum().backward()
+    grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    return out.detach(), x.grad, values.grad, grads
+
+
+def rank_cases(rank, world_size, folder):
+    found = {}
+    for case in cases(world_size):
+        log = []
+        layer = ExpertParallel(make(case.num_experts), dist.group.WORLD, collectives=Recorder(log))
+        counts = [len(each) for each in case.lengths]
+        rows = [counts, [sum(each) for each in case.lengths], counts] if case.known else None
+        found[case.id] = (run(layer, *samples(case)[rank], rows=rows), log)
+    return found
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+def outcome(request, ranks):
+    return request.param, ranks("rank_cases", request.param)
+
+
+# Four or five outputs of size about 1 added in another order.
+BOUND = {"rtol": 1e-5, "atol": 1e-6}
+
+
+@pytest.mark.parametrize("index", range(7), ids=[case.id for case in cases(2)])
+def test_equal_to_one_process(outcome, index):
+    world_size, results = outcome
+    case = cases(world_size)[index]
+    joined = [torch.cat(each) for each in zip(*samples(case), strict=True)]
+    out, dx, dvalues, grads = run(ExpertParallel(make(case.num_experts)), *joined)
+    counts = [len(each) for each in case.lengths]
+    tokens = [sum(each) for each in case.lengths]
+    seen = {}
+    for rank, result in enumerate(results):
+        (rank_out, rank_dx, rank_dvalues, rank_grads), _ = result[case.id]
+        torch.testing.assert_close(rank_out, out.split(counts)[rank], **BOUND)
+        torch.testing.assert_close(rank_dx, dx.split(counts)[rank], **BOUND)
+        torch.testing.assert_close(rank_dvalues, dvalues.split(tokens)[rank], **BOUND)
+        assert not set(seen) & set(rank_grads), "an expert on two ranks"
+        seen |= rank_grads
+    assert set(seen) == set(grads)
+    for name, grad in grads.items():
+        torch.testing.assert_close(seen[name], grad, **BOUND)
+
+
+def test_calls_and_bytes(outcome):
+    world_size, results = outcome
+    for case in cases(world_size):
+        rows = world_size * max(len(each) for each in case.lengths)
+        tokens = world_size * max(sum(each) for each in case.lengths)
+        forward = [("ep AG", rows * WIDTH * 4, "torch.float32")]
+        forward += [("ep AG", tokens * 3 * 4, "torch.float32"), ("ep AG", rows * 8, "torch.int64")]
+        forward += [("ep RS", rows * 4 * 4, "torch.float32")]
+        backward = [("ep AG", rows * 4 * 4, "torch.float32"), ("ep RS", rows * WIDTH * 4, "torch.float32")]
+        backward += [("ep RS", tokens * 3 * 4, "torch.float32")]
+        for result in results:
+            # No call where no rank has anything to send.
+            assert result[case.id][1] == [call for call in forward + backward if call[1] > 0], case.id
+
+
+def rank_fsdp(rank, world_size, folder, reduce_dtype):
+    """dp_shard 2 x ep 2: two groups of two ranks with different samples; FSDP of the rank's experts over dp_shard."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "ep"))
+    log = []
+    case = cases(world_size)[3]
+    layer = ExpertParallel(make(case.num_experts), mesh["ep"], collectives=Recorder(log), reduce_dtype=reduce_dtype)
+    # Alone it is a root, which by default keeps its parameters after forward.
+    fully_shard(layer, mesh=mesh["dp_shard"], reshard_after_forward=True)
+    layer.set_gradient_divide_factor(1.0)
+    layer.set_force_sum_reduction_for_comms(True)
+    layer.set_custom_all_gather(FullyShardComm(log, "AG"))
+    layer.set_custom_reduce_scatter(FullyShardComm(log, "RS"))
+    out, dx, dvalues, grads = run(layer, *samples(case)[rank])
+    assert all(isinstance(grad, DTensor) for grad in grads.values())
+    return out, dx, dvalues, {name: grad.full_tensor() for name, grad in grads.items()}, log
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float64], ids=["own", "float64"])
+def test_with_fsdp_over_dp_shard(ranks, reduce_dtype):
+    case = cases(4)[3]
+    results = ranks("rank_fsdp", 4, reduce_dtype=reduce_dtype)
+    expected = run(
+        ExpertParallel(make(case.num_experts)), *[torch.cat(each) for each in zip(*samples(case), strict=True)]
+    )
+    counts, tokens = [len(each) for each in case.lengths], [sum(each) for each in case.lengths]
+    seen = set()
+    for rank, (out, dx, dvalues, grads, log) in enumerate(results):
+        torch.testing.assert_close(out, expected[0].split(counts)[rank], **BOUND)
+        torch.testing.assert_close(dx, expected[1].split(counts)[rank], **BOUND)
+        torch.testing.assert_close(dvalues, expected[2].split(tokens)[rank], **BOUND)
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, expected[3][name], **BOUND)
+        seen |= set(grads)
+        # The order of the published example, with two inputs that need a gradient and one that does not.
+        order = [call[0] for call in log]
+        forward = ["fsdp AG", "ep AG", "ep AG", "ep AG", "ep RS"]
+        assert order == [*forward, "fsdp AG", "ep AG", "ep RS", "ep RS", "fsdp RS"]
+        wire = {str(reduce_dtype or torch.float32)}
+        assert {call[2] for call in log if call[0] == "ep RS"} == wire
+    assert seen == set(expected[3])
+
+
+def rank_refusals(rank, world_size, folder):
+    texts = []
+    layer = ExpertParallel([nn.Linear(2, 2), nn.Linear(2, 2)], dist.group.WORLD)
+    x = torch.ones(rank + 1, 2)
+    for call in (
+        lambda: layer(x.clone().requires_grad_(rank == 0)),
+        lambda: layer(x.double() if rank else x),
+        lambda: layer(torch.ones(1, 2 + rank)),
+        lambda: layer(x, rows=[[7, 7]]),
+        lambda: layer(x, rows=[[1, 2], [1, 2]]),
+        lambda: ExpertParallel([nn.Linear(2, 2)], dist.group.WORLD),
+        lambda: ExpertParallel([nn.Linear(2, 2)], init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "ep"))),
+    ):
+        try:
+            call()
+            texts.append("")
+        except ValueError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_refusals(ranks):
+    first, second = ranks("rank_refusals", 2)
+    for texts, other in ((first, 1), (second, 0)):
+        assert f"in whether it needs a gradient, got {other == 1} here and another on ranks [{other}]" in texts[0]
+        assert "in dtype or in a dim after the first, got torch.float" in texts[1]
+        assert "in dtype or in a dim after the first, got torch.float32 (1, " in texts[2]
+        assert "`rows` must hold, for each of 1 inputs, the rows of 2 ranks" in texts[4]
+        assert "for each of the 2 ranks of `group`, got 1" in texts[5]
+        assert "must be a mesh of one axis, got 2 axes" in texts[6]
+    assert "at rank 1 those given, [2], got ((7, 7),)" in second[3]
