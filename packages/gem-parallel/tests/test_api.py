@@ -17,6 +17,7 @@ def test_public_names():
         "Topology",
         "__version__",
         "clip_grad_norm_",
+        "defer_all_reduce",
         "engine_report",
         "grad_norm",
         "parallelize",

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from gem_parallel import ParallelDims, ParallelPlan
-from gem_parallel._src.fsdp import select_units
+from gem_parallel._src.fsdp import inner_first, running_order
 
 
 class Block(nn.Module):
@@ -20,26 +20,30 @@ def model():
 
 
 @pytest.mark.parametrize(
-    ("patterns", "expected"),
+    ("patterns", "running", "wrapping"),
     [
-        pytest.param(("tower.*.inner",), ["tower.0.inner", "tower.1.inner"], id="glob"),
-        pytest.param(("head", "tower.0"), ["tower.0", "head"], id="inner first"),
-        pytest.param(("tower.[01]", "tower.1"), ["tower.0", "tower.1"], id="matched twice"),
-        pytest.param((), [], id="root only"),
+        pytest.param(
+            ("tower.*.inner",), ["tower.0.inner", "tower.1.inner"], ["tower.0.inner", "tower.1.inner"], id="glob"
+        ),
+        pytest.param(("head", "tower.0"), ["head", "tower.0"], ["tower.0", "head"], id="by pattern"),
+        pytest.param(("tower.[01]", "tower.1"), ["tower.0", "tower.1"], ["tower.0", "tower.1"], id="matched twice"),
+        pytest.param((), [], [], id="root only"),
+        pytest.param(
+            ("tower.1", "tower.1.*"),
+            ["tower.1", "tower.1.inner", "tower.1.outer"],
+            ["tower.1.inner", "tower.1.outer", "tower.1"],
+            id="nested",
+        ),
     ],
 )
-def test_units(patterns, expected):
-    assert select_units(model(), patterns) == expected
-
-
-def test_nested_units_come_before_their_holder():
-    found = select_units(model(), ("tower.*",))
-    assert found.index("tower.0.inner") < found.index("tower.0")
+def test_units(patterns, running, wrapping):
+    assert running_order(model(), patterns) == running
+    assert inner_first(model(), running) == wrapping
 
 
 def test_unmatched_pattern_is_an_error():
     with pytest.raises(ValueError, match=r"parallelize: every pattern .* got 'towr\.\*', which matches none of"):
-        select_units(model(), ("tower.*", "towr.*"))
+        running_order(model(), ("tower.*", "towr.*"))
 
 
 @pytest.mark.parametrize(
@@ -50,6 +54,10 @@ def test_unmatched_pattern_is_an_error():
         ({"shard_units": ("",)}, ValueError, "must not hold ''"),
         ({"shard_units": (), "param_dtype": torch.int8}, ValueError, "`param_dtype` must be a floating point"),
         ({"shard_units": (), "reduce_dtype": "bf16"}, ValueError, "`reduce_dtype` must be a floating point"),
+        ({"shard_units": (), "forward_prefetch": -1}, ValueError, "`forward_prefetch` must be at least 0, got -1"),
+        ({"shard_units": (), "backward_prefetch": True}, TypeError, "`backward_prefetch` must be an int, got bool"),
+        ({"shard_units": (), "reshard_after_forward": 1}, ValueError, "must be at least 2 ranks, got 1; False keeps"),
+        ({"shard_units": (), "reshard_after_forward": "no"}, TypeError, "must be a bool, an int or None, got str"),
     ],
 )
 def test_plan_refuses(arguments, error, text):

@@ -66,7 +66,8 @@ class Exchange:
                 piece[len(part) :] = 0
         output = allocate((longest, *rest), dtype=dtype, device=tensor.device)
         self.collectives.reduce_scatter(output, padded, self.group)
-        return output[:mine].to(tensor.dtype)
+        # No view: it would keep the padding alive, and fully_shard warns of what is done to views in place.
+        return (output if mine == longest else output[:mine].clone()).to(tensor.dtype)
 
 
 class _Gather(torch.autograd.Function):

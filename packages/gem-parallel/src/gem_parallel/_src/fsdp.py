@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from gem_parallel._src.experts import ExpertParallel
 from gem_parallel._src.mesh import ParallelMesh
 
-__all__ = ["ParallelPlan", "parallelize"]
+__all__ = ["ParallelPlan", "defer_all_reduce", "parallelize"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,11 +24,21 @@ class ParallelPlan:
     shard_units: tuple[str, ...]
     """Glob patterns over the fully qualified names of modules, as of ``named_modules()``; ``*`` also crosses dots. Each
     match is one unit: its parameters are gathered and its gradients reduced together. What no unit holds belongs to the
-    root."""
+    root. Prefetch takes the patterns, and inside one the modules as registered, for the order in which units run; a
+    wrong order costs memory and overlap, not correctness."""
     param_dtype: torch.dtype | None = None
     """dtype of gathered parameters and so of compute; None keeps the parameters' own. Sharded ones keep theirs."""
     reduce_dtype: torch.dtype | None = None
     """dtype in which gradients are reduced; None is that of compute."""
+    reshard_after_forward: bool | int | None = None
+    """Whether a unit frees its gathered parameters between forward and backward, and gathers them again. True saves
+    memory, False one all-gather per step; None is True for units and False for the root, which backward needs at once.
+    A number of ranks, between 1 and the shard group's and dividing it, keeps each unit gathered to that many
+    consecutive ranks, so that backward gathers inside a host; experts, whose groups are smaller, then take True."""
+    forward_prefetch: int = 0
+    """Units whose parameters are gathered while one computes in forward; 0 gathers each when it is reached."""
+    backward_prefetch: int = 0
+    """The same in backward, explicit; 0 leaves it to FSDP, which gathers the unit that ran before, one ahead."""
 
     def __post_init__(self) -> None:
         if isinstance(self.shard_units, str) or not isinstance(self.shard_units, tuple):
@@ -41,16 +54,32 @@ class ParallelPlan:
             dtype = getattr(self, argument)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(f"ParallelPlan: `{argument}` must be a floating point dtype or None, got {dtype}")
+        for argument in ("forward_prefetch", "backward_prefetch"):
+            number = getattr(self, argument)
+            if not isinstance(number, int) or isinstance(number, bool):
+                raise TypeError(f"ParallelPlan: `{argument}` must be an int, got {type(number).__name__}")
+            if number < 0:
+                raise ValueError(f"ParallelPlan: `{argument}` must be at least 0, got {number}")
+        reshard = self.reshard_after_forward
+        if reshard is not None and not isinstance(reshard, int):
+            raise TypeError(
+                f"ParallelPlan: `reshard_after_forward` must be a bool, an int or None, got {type(reshard).__name__}"
+            )
+        if reshard is not None and not isinstance(reshard, bool) and reshard < 2:
+            raise ValueError(
+                f"ParallelPlan: `reshard_after_forward` must be at least 2 ranks, got {reshard}; False keeps "
+                "parameters gathered on every rank, True on none"
+            )
 
 
-def select_units(module: nn.Module, patterns: tuple[str, ...]) -> list[str]:
-    """Names of the modules that a pattern matches, inner ones before those that hold them.
+def running_order(module: nn.Module, patterns: tuple[str, ...]) -> list[str]:
+    """Names of the modules that a pattern matches: by pattern, then as registered, each once.
 
     Raises:
         ValueError: a pattern matches no module.
     """
     names = [name for name, _ in module.named_modules() if name]
-    chosen: set[str] = set()
+    chosen: dict[str, None] = {}
     for pattern in patterns:
         found = fnmatch.filter(names, pattern)
         if not found:
@@ -59,16 +88,49 @@ def select_units(module: nn.Module, patterns: tuple[str, ...]) -> list[str]:
                 f"parallelize: every pattern of `plan.shard_units` must match a module, got {pattern!r}, which matches "
                 f"none of {len(names)} modules ({shown or 'the module has no children'})"
             )
-        chosen.update(found)
-    return sorted(chosen, key=lambda name: (-name.count("."), names.index(name)))
+        chosen |= dict.fromkeys(found)
+    return list(chosen)
+
+
+def inner_first(module: nn.Module, names: list[str]) -> list[str]:
+    """The same names, each before those that hold it."""
+    registered = {name: position for position, (name, _) in enumerate(module.named_modules())}
+    return sorted(names, key=lambda name: (-name.count("."), registered[name]))
+
+
+def _with_experts(module: nn.Module, units: list[str], mesh: ParallelMesh) -> tuple[list[str], dict[str, bool]]:
+    """(units, with each ExpertParallel as one; name of every module -> it is an expert's or holds only experts)."""
+    registered = [name for name, _ in module.named_modules()]
+    roots = []
+    for name, child in module.named_modules():
+        if not isinstance(child, ExpertParallel):
+            continue
+        if child.degree not in (1, mesh.dims.ep):
+            raise ValueError(
+                f"parallelize: `mesh` must have the ep degree of the module's ExpertParallel layers, got ep "
+                f"{mesh.dims.ep} and {child.degree} in {name or 'the root'}; build the layer with mesh.ep_group"
+            )
+        if child.degree > 1:
+            roots.append(name)
+    expert = {
+        name: any(name == root or name.startswith(f"{root}.") or not root for root in roots) for name in registered
+    }
+    units = list(units)
+    for root in roots:
+        if root and root not in units:
+            # It runs after what was registered before it.
+            before = [units.index(name) for name in units if registered.index(name) < registered.index(root)]
+            units.insert(max(before, default=-1) + 1, root)
+    return units, expert
 
 
 def parallelize(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> nn.Module:
     """Shard a module's parameters over ``mesh.dense``, in place.
 
-    With dp_replicate 1 this is FSDP over dp_shard and ep, else HSDP. Gradients are summed over all ranks, never
-    divided: divide the loss by the global number of samples. Build the optimizer afterwards, from the sharded
-    parameters. On a mesh of one rank the module comes back as it is, its patterns checked.
+    With dp_replicate 1 this is FSDP over dp_shard x ep, else HSDP. With ep, each ``ExpertParallel`` is a unit, whose
+    parameters are sharded over dp_shard only: the other ranks of ep hold other experts. Gradients are summed over all
+    ranks that used the parameter, never divided: divide the loss by the global number of samples. Build the optimizer
+    afterwards, from the sharded parameters. On a mesh of one rank the module comes back as it is, its patterns checked.
 
     Every rank must use the same parameters in every backward: a unit without a gradient on one rank skips its reduction
     there while the others wait.
@@ -82,22 +144,62 @@ def parallelize(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> nn
         ``module``, now also an FSDPModule.
 
     Raises:
-        ValueError: a pattern that matches no module.
+        ValueError: a pattern that matches no module, ``reshard_after_forward`` ranks that do not divide the shard
+            group, or an ``ExpertParallel`` of another degree than ep.
     """
-    units = select_units(module, plan.shard_units)
+    units = running_order(module, plan.shard_units)
+    units, expert = _with_experts(module, units, mesh)
     if mesh.dense.size() == 1:
         return module
-    axes = mesh.fsdp
+    num_shards, reshard = mesh.dims.dp_shard * mesh.dims.ep, plan.reshard_after_forward
+    if reshard is not None and not isinstance(reshard, bool) and (num_shards % reshard or reshard >= num_shards):
+        raise ValueError(
+            f"parallelize: `plan.reshard_after_forward` must divide the {num_shards} ranks of a shard group and be "
+            f"fewer, got {reshard}"
+        )
     policy = MixedPrecisionPolicy(param_dtype=plan.param_dtype, reduce_dtype=plan.reduce_dtype)
-    for name in units:
-        _shard(module.get_submodule(name), axes, policy)
-    _shard(module, axes, policy)
+    for name in [*inner_first(module, units), ""]:
+        unit = module.get_submodule(name)
+        keep = True if expert[name] and reshard is not None and not isinstance(reshard, bool) else reshard
+        axes = mesh.expert_fsdp if expert[name] else mesh.fsdp
+        fully_shard(unit, mesh=axes, mp_policy=policy, reshard_after_forward=keep)  # type: ignore[call-overload]
+        assert isinstance(unit, FSDPModule)
+        # Sum: a factor of one, and only SUM on the wire. A factor alone becomes a pre-multiplied sum, which gloo lacks.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+    _set_prefetch(module, units, plan)
     return module
 
 
-def _shard(unit: nn.Module, axes: object, policy: MixedPrecisionPolicy) -> None:
-    fully_shard(unit, mesh=axes, mp_policy=policy)  # type: ignore[call-overload]
-    assert isinstance(unit, FSDPModule)
-    # Sum: a factor of one, and only SUM on the wire. A factor alone becomes a pre-multiplied sum, which gloo lacks.
-    unit.set_gradient_divide_factor(1.0)
-    unit.set_force_sum_reduction_for_comms(True)
+def _set_prefetch(module: nn.Module, units: list[str], plan: ParallelPlan) -> None:
+    chain = [module, *(module.get_submodule(name) for name in units)]
+    for position, unit in enumerate(chain):
+        assert isinstance(unit, FSDPModule)
+        if ahead := chain[position + 1 : position + 1 + plan.forward_prefetch]:
+            unit.set_modules_to_forward_prefetch(ahead)  # type: ignore[arg-type]
+        # Backward starts in the root, the last to finish forward, and meets the units from the last to the first.
+        behind = chain[1:position] if position else chain[1:]
+        if plan.backward_prefetch and behind:
+            unit.set_modules_to_backward_prefetch(behind[: -plan.backward_prefetch - 1 : -1])  # type: ignore[arg-type]
+
+
+@contextmanager
+def defer_all_reduce(module: nn.Module) -> Iterator[None]:
+    """Backwards inside add to the gradients without the all-reduce over dp_replicate.
+
+    For gradient accumulation under HSDP: run all micro-batches but the last inside, the last outside, whose backward
+    then reduces the sum once. Inside, gradients are reduce-scattered over the shard group and held by FSDP: ``.grad``
+    has them after the last backward only. Every unit must get a gradient in the last micro-batch, else what it holds
+    stays behind. Without replicas, or with a module that ``parallelize`` left as it was, it changes nothing.
+
+    Args:
+        module: What ``parallelize`` returned.
+    """
+    if not isinstance(module, FSDPModule):
+        yield
+        return
+    module.set_requires_all_reduce(False)
+    try:
+        yield
+    finally:
+        module.set_requires_all_reduce(True)

@@ -3,44 +3,95 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from gem_parallel._src.experts import is_expert_parameter
 from gem_parallel._src.mesh import ParallelMesh
 
 __all__ = ["clip_grad_norm_", "grad_norm"]
 
 
-def _local_gradients(
-    owner: str, params: Iterable[Tensor], mesh: ParallelMesh | None
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Local parts of the gradients: (those sharded over dp_shard, those that every rank holds whole)."""
-    sharded, whole = [], []
+@dataclass(slots=True)
+class _Gradients:
+    """This rank's parts of the gradients, by who else has them. Replicas over dp_replicate are equal, never added."""
+
+    pieces: list[Tensor] = field(default_factory=list)
+    """Of this rank alone among the ranks of dp_shard x ep."""
+    experts: list[Tensor] = field(default_factory=list)
+    """An expert's whole gradient, equal over dp_shard."""
+    whole: list[Tensor] = field(default_factory=list)
+    """Equal on all ranks."""
+    sparse: list[Tensor] = field(default_factory=list)
+    """Rows of this rank alone among the ranks of sparse_shard."""
+    sparse_values: list[Tensor] = field(default_factory=list)
+    """What to scale for ``sparse``: of a sparse gradient the values as they are, duplicates not added."""
+
+    def to_scale(self) -> list[Tensor]:
+        return [*self.pieces, *self.experts, *self.whole, *self.sparse_values]
+
+
+def _collect(
+    owner: str, params: Iterable[Tensor], sparse_params: Iterable[Tensor] | None, mesh: ParallelMesh | None
+) -> _Gradients:
+    found = _Gradients()
+    seen: set[int] = set()
     for index, param in enumerate(params):
         grad = param.grad
-        if grad is None:
+        if grad is None or id(param) in seen:
             continue
-        if not isinstance(grad, DTensor):
-            whole.append(grad)
-            continue
-        if mesh is None:
-            raise ValueError(f"{owner}: `mesh` must be given for sharded parameters, got None and a DTensor gradient")
-        cut = [axis for axis, placement in enumerate(grad.placements) if not isinstance(placement, Replicate)]
-        if not cut:
-            whole.append(grad.to_local())
-            continue
-        names = grad.device_mesh.mesh_dim_names or ()
-        axis = cut[0]
-        if len(cut) != 1 or not isinstance(grad.placements[axis], Shard) or names[axis : axis + 1] != ("dp_shard",):
+        seen.add(id(param))
+        if grad.layout != torch.strided:
             raise ValueError(
-                f"{owner}: gradients must be sharded over the axis dp_shard only, got placements "
-                f"{grad.placements} over axes {names} at position {index} of `params`"
+                f"{owner}: gradients of `params` must be dense, got {grad.layout} at position {index}; "
+                "give it in `sparse_params`"
             )
-        sharded.append(grad.to_local())
-    return sharded, whole
+        local, axis = _local(owner, grad, index, "params", ("dp_shard", "dp_shard_ep"), mesh)
+        if axis is not None:
+            found.pieces.append(local)
+        elif is_expert_parameter(param):
+            found.experts.append(local)
+        else:
+            found.whole.append(local)
+    for index, param in enumerate(sparse_params or ()):
+        grad = param.grad
+        if grad is None or id(param) in seen:
+            continue
+        seen.add(id(param))
+        if grad.layout == torch.sparse_coo:
+            # Rows that occur twice must be added before they are squared.
+            found.sparse.append(grad.coalesce().values())
+            found.sparse_values.append(grad._values())
+            continue
+        local, _ = _local(owner, grad, index, "sparse_params", ("sparse_shard",), mesh)
+        found.sparse.append(local)
+        found.sparse_values.append(local)
+    return found
+
+
+def _local(
+    owner: str, grad: Tensor, index: int, argument: str, axes: tuple[str, ...], mesh: ParallelMesh | None
+) -> tuple[Tensor, str | None]:
+    """(this rank's part, the axis that it is cut over)."""
+    if not isinstance(grad, DTensor):
+        return grad, None
+    if mesh is None:
+        raise ValueError(f"{owner}: `mesh` must be given for sharded parameters, got None and a DTensor gradient")
+    cut = [axis for axis, placement in enumerate(grad.placements) if not isinstance(placement, Replicate)]
+    if not cut:
+        return grad.to_local(), None
+    names = grad.device_mesh.mesh_dim_names or ()
+    name = names[cut[0]] if names else None
+    if len(cut) != 1 or not isinstance(grad.placements[cut[0]], Shard) or name not in axes:
+        raise ValueError(
+            f"{owner}: gradients of `{argument}` must be sharded over the axis {' or '.join(axes)} only, got "
+            f"placements {grad.placements} over axes {names} at position {index}"
+        )
+    return grad.to_local(), name
 
 
 def _sum_of_squares(grads: list[Tensor], device: torch.device) -> Tensor:
@@ -50,36 +101,63 @@ def _sum_of_squares(grads: list[Tensor], device: torch.device) -> Tensor:
     return norm.to(torch.float64).square()
 
 
-def _norm(sharded: list[Tensor], whole: list[Tensor], mesh: ParallelMesh | None) -> Tensor:
-    device = next((grad.device for grad in (*sharded, *whole)), torch.device(mesh.dense.device_type if mesh else "cpu"))
-    total = _sum_of_squares(sharded, device)
-    if mesh is not None and mesh.dense["dp_shard"].size() > 1:
-        # Also with nothing here: the other ranks of the group wait.
-        dist.all_reduce(total, group=mesh.dense["dp_shard"].get_group())
-    return (total + _sum_of_squares(whole, device)).sqrt().float()
+def _norm(found: _Gradients, mesh: ParallelMesh | None, with_sparse: bool) -> Tensor:
+    grads = (*found.pieces, *found.experts, *found.whole, *found.sparse)
+    device = next((grad.device for grad in grads), torch.device(mesh.dense.device_type if mesh else "cpu"))
+    total = _sum_of_squares(found.pieces, device)
+    experts, sparse = _sum_of_squares(found.experts, device), _sum_of_squares(found.sparse, device)
+    if mesh is None:
+        total = total + experts
+    else:
+        # An expert that is not sharded is on every rank of dp_shard: each brings its part of the square.
+        total = total + experts / mesh.dims.dp_shard
+        shard = mesh.shared[(mesh.shared.mesh_dim_names or ())[1]]
+        if shard.size() > 1:
+            # Also with nothing here: the other ranks of the group wait.
+            dist.all_reduce(total, group=shard.get_group())
+        if with_sparse and mesh.dims.sparse_shard > 1:
+            dist.all_reduce(sparse, group=mesh.sparse["sparse_shard"].get_group())
+    return (total + sparse + _sum_of_squares(found.whole, device)).sqrt().float()
 
 
 @torch.no_grad()
-def grad_norm(params: Iterable[Tensor], mesh: ParallelMesh | None = None) -> Tensor:
-    """2-norm over all gradients, each logical parameter counted once: shards are added up, replicas are not.
+def grad_norm(
+    params: Iterable[Tensor], mesh: ParallelMesh | None = None, *, sparse_params: Iterable[Tensor] | None = None
+) -> Tensor:
+    """2-norm over all gradients, each logical parameter counted once: shards and experts are added, replicas are not.
 
-    Ranks call it together. Gradients that are plain tensors count as replicated: every rank holds the whole.
+    Ranks call it together; it all-reduces one number over dp_shard x ep, and one over sparse_shard with
+    ``sparse_params``. A gradient is
+
+    - a piece, if it is a DTensor sharded over dp_shard (an expert's, or all there is with ep 1) or dp_shard_ep;
+    - an expert's, if the parameter is in an ``ExpertParallel``: other on every rank of ep, equal over dp_shard;
+    - else the same whole on every rank.
 
     Args:
-        params: Parameters after backward; those without a gradient count as zero.
+        params: Dense parameters after backward; those without a gradient count as zero, one given twice counts once.
         mesh: The mesh they were parallelized over; None in one process.
+        sparse_params: Rows of embedding tables that this rank alone owns among the ranks of sparse_shard, their
+            gradients summed over replicas: plain, DTensors sharded over sparse_shard, or sparse COO. Give it on all
+            ranks or on none. None leaves tables out, as ``ShardedEmbeddings`` must be: its optimizer runs inside
+            backward and leaves no gradient.
 
     Returns:
         Scalar float32, the same on every rank; accumulated over tensors in float64.
 
     Raises:
-        ValueError: a gradient is sharded over another axis than dp_shard.
+        ValueError: a gradient is sharded over another axis, is a DTensor without ``mesh``, or is sparse in ``params``.
     """
-    return _norm(*_local_gradients("grad_norm", params, mesh), mesh)
+    return _norm(_collect("grad_norm", params, sparse_params, mesh), mesh, sparse_params is not None)
 
 
 @torch.no_grad()
-def clip_grad_norm_(params: Iterable[Tensor], max_norm: float, mesh: ParallelMesh | None = None) -> Tensor:
+def clip_grad_norm_(
+    params: Iterable[Tensor],
+    max_norm: float,
+    mesh: ParallelMesh | None = None,
+    *,
+    sparse_params: Iterable[Tensor] | None = None,
+) -> Tensor:
     """Scale all gradients by min(1, max_norm / (norm + 1e-6)), in place, so that their 2-norm is at most ``max_norm``.
 
     A norm that is not finite makes the gradients not finite; test the returned value before the optimizer's step.
@@ -88,6 +166,7 @@ def clip_grad_norm_(params: Iterable[Tensor], max_norm: float, mesh: ParallelMes
         params: As for ``grad_norm``.
         max_norm: Positive bound.
         mesh: As for ``grad_norm``.
+        sparse_params: As for ``grad_norm``; what counts in the norm is scaled.
 
     Returns:
         The norm before clipping, scalar float32.
@@ -97,10 +176,10 @@ def clip_grad_norm_(params: Iterable[Tensor], max_norm: float, mesh: ParallelMes
     """
     if not max_norm > 0:
         raise ValueError(f"clip_grad_norm_: `max_norm` must be above 0, got {max_norm}")
-    sharded, whole = _local_gradients("clip_grad_norm_", params, mesh)
-    norm = _norm(sharded, whole, mesh)
+    found = _collect("clip_grad_norm_", params, sparse_params, mesh)
+    norm = _norm(found, mesh, sparse_params is not None)
     # No comparison on the host: that would wait for the device.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if sharded or whole:
-        torch._foreach_mul_([*sharded, *whole], factor)
+    if grads := found.to_scale():
+        torch._foreach_mul_(grads, factor)
     return norm
