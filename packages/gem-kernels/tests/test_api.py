@@ -15,9 +15,11 @@ TOP_LEVEL = {
     "gdpa",
     "jagged",
     "jagged_attention",
+    "linear_norm",
     "modules",
     "mx",
     "reference",
+    "rmsnorm_linear",
     "testing",
 }
 MODULES = {
@@ -38,6 +40,10 @@ MODULES = {
         "jagged",
         "jagged_attention",
         "jagged_attention_backward",
+        "linear_norm",
+        "linear_norm_backward",
+        "rmsnorm_linear",
+        "rmsnorm_linear_backward",
     },
 }
 SIGNATURES = {
@@ -46,6 +52,8 @@ SIGNATURES = {
     "gdpa": "q, k, v, *, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, activation, pre_scale, post_scale, causal, "
     "window_size, validate",
     "block_attention": "q, k, v, *, offsets, max_seqlen, block_size, scale, validate",
+    "rmsnorm_linear": "x, weight, bias, *, norm_weight, eps",
+    "linear_norm": "x, weight, bias, *, norm, norm_weight, norm_bias, eps",
     "jagged.lengths_to_offsets": "lengths",
     "jagged.offsets_to_lengths": "offsets",
     "jagged.jagged_to_padded": "values, offsets, max_seqlen, fill",

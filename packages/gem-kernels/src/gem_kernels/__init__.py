@@ -5,6 +5,7 @@ from gem_kernels._version import __version__
 from gem_kernels.block_attention import block_attention
 from gem_kernels.gdpa import gdpa
 from gem_kernels.jagged_attention import jagged_attention
+from gem_kernels.norm_linear import linear_norm, rmsnorm_linear
 
 __all__ = [
     "__version__",
@@ -12,8 +13,10 @@ __all__ = [
     "gdpa",
     "jagged",
     "jagged_attention",
+    "linear_norm",
     "modules",
     "mx",
     "reference",
+    "rmsnorm_linear",
     "testing",
 ]

@@ -1,0 +1,112 @@
+"""Tile shapes of the linear layers with a norm: pure functions of sizes and compute capability."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from gem_kernels._src.attention.configs import power_of_two, shared_memory_bytes
+
+Kernel = Literal["rmsnorm_linear", "linear_norm"]
+MAX_FUSED_NORM = 512
+"""Features of a norm whose whole rows one program of the matmul holds."""
+MAX_NORM = 16384
+"""Features of a norm whose rows one program of the row kernels holds."""
+_ROW_ELEMENTS = 4096
+"""Elements of a tile of whole rows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MatmulConfig:
+    """Shape of one program of a matmul, and how Triton runs it."""
+
+    block_m: int
+    """Rows of x."""
+    block_n: int
+    """Rows of the weight at a time, which are columns of the output."""
+    block_k: int
+    """Features of the input at a time."""
+    num_warps: int
+    num_stages: int
+    """Depth of the load pipeline over the input features."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowConfig:
+    """Shape of one program that holds whole rows."""
+
+    rows: int
+    block_n: int
+    """Power of two that covers a row."""
+    num_warps: int
+
+
+_LARGE: dict[Kernel, MatmulConfig] = {
+    "rmsnorm_linear": MatmulConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3),
+    "linear_norm": MatmulConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3),
+}
+_SMALL: dict[Kernel, MatmulConfig] = {
+    "rmsnorm_linear": MatmulConfig(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=3),
+    "linear_norm": MatmulConfig(block_m=64, block_n=256, block_k=32, num_warps=8, num_stages=3),
+}
+_override: dict[Kernel, MatmulConfig] = {}
+
+
+@contextlib.contextmanager
+def override(kernel: Kernel, config: MatmulConfig) -> Iterator[None]:
+    """Use ``config`` for ``kernel`` inside the block: for tuning, not for users."""
+    before = _override.get(kernel)
+    _override[kernel] = config
+    try:
+        yield
+    finally:
+        del _override[kernel]
+        if before is not None:
+            _override[kernel] = before
+
+
+def select(kernel: Kernel, in_features: int, out_features: int, capability: tuple[int, int]) -> MatmulConfig:
+    """Configuration of one kernel; a pure function, so that all ranks of a job agree."""
+    if kernel in _override:
+        base = _override[kernel]
+    else:
+        base = (_LARGE if shared_memory_bytes(capability) >= 227 * 1024 else _SMALL)[kernel]
+    return MatmulConfig(
+        block_m=base.block_m,
+        block_n=min(base.block_n, power_of_two(out_features)),
+        block_k=min(base.block_k, power_of_two(in_features)),
+        num_warps=base.num_warps,
+        num_stages=base.num_stages,
+    )
+
+
+def candidates(kernel: Kernel, capability: tuple[int, int]) -> list[MatmulConfig]:
+    """Half-precision configurations worth timing; those that exceed shared memory are left out."""
+    found = []
+    for block_m, block_n, num_warps in ((64, 256, 4), (64, 256, 8), (128, 128, 4), (128, 128, 8), (128, 256, 8)):
+        for block_k in (32, 64):
+            for num_stages in (2, 3, 4):
+                num_bytes = 2 * num_stages * block_k * (block_m + block_n)
+                if num_bytes > shared_memory_bytes(capability) or (kernel == "linear_norm" and block_n < 256):
+                    continue
+                found.append(
+                    MatmulConfig(
+                        block_m=block_m, block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=num_stages
+                    )
+                )
+    if kernel == "linear_norm":
+        # A row of 512 features in one product in place of two.
+        found += [
+            MatmulConfig(block_m=64, block_n=512, block_k=block_k, num_warps=8, num_stages=stages)
+            for block_k, stages in ((32, 3), (32, 4), (64, 2), (64, 3))
+        ]
+    return found
+
+
+def select_rows(features: int) -> RowConfig:
+    """Configuration of the kernels that hold whole rows of ``features`` <= ``MAX_NORM`` numbers."""
+    block_n = power_of_two(features)
+    rows = max(1, _ROW_ELEMENTS // block_n)
+    return RowConfig(rows=rows, block_n=block_n, num_warps=min(16, max(4, rows * block_n // 1024)))
