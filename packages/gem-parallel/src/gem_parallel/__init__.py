@@ -1,6 +1,7 @@
 """One mesh for dense and sparse: FSDP2 for the dense part, sharded embedding tables on fbgemm-gpu."""
 
 from gem_parallel._version import __version__
+from gem_parallel.balance import LengthCost, balance_samples
 from gem_parallel.embeddings import FeatureConfig, Pending, ShardedEmbeddings, SparseOptimizerConfig, TableConfig
 from gem_parallel.engines import FeatureStatus, engine_report
 from gem_parallel.experts import ExpertParallel
@@ -13,6 +14,7 @@ __all__ = [
     "ExpertParallel",
     "FeatureConfig",
     "FeatureStatus",
+    "LengthCost",
     "Link",
     "ParallelDims",
     "ParallelMesh",
@@ -23,6 +25,7 @@ __all__ = [
     "TableConfig",
     "Topology",
     "__version__",
+    "balance_samples",
     "clip_grad_norm_",
     "defer_all_reduce",
     "engine_report",

@@ -1,0 +1,293 @@
+"""One global assignment of a batch's samples to ranks, the same on all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gem_parallel._src.balance.assign import METHODS, Method, assign
+from gem_parallel._src.balance.move import Samples, move_samples
+from gem_parallel._src.collectives.base import DefaultCollectives
+
+__all__ = ["Assignment", "BalanceReport", "SampleShare", "balance_samples"]
+
+Cost = Callable[[Mapping[str, Tensor]], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleShare:
+    """A sample and what it costs its rank."""
+
+    source_rank: int
+    position: int
+    """In the batch of its source."""
+    lengths: dict[str, int]
+    """Tokens by sequence."""
+    share: float
+    """Of the rank's cost, 0 to 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BalanceReport:
+    """What an assignment does to the ranks' costs."""
+
+    method: Method
+    costs_before: tuple[float, ...]
+    """Of each rank, in the cost function's unit."""
+    costs_after: tuple[float, ...]
+    counts_after: tuple[int, ...]
+    """Samples of each rank."""
+    num_moved: int
+    """Samples that leave their rank."""
+    heaviest_rank: int
+    """After, the first of equals."""
+    heaviest: tuple[SampleShare, ...]
+    """Its dearest samples, at most four."""
+
+    @property
+    def ratio_before(self) -> float:
+        """Largest cost of a rank over the mean: the step waits for the largest."""
+        return _ratio(self.costs_before)
+
+    @property
+    def ratio_after(self) -> float:
+        """The same after."""
+        return _ratio(self.costs_after)
+
+    def __str__(self) -> str:
+        """Two lines: the ratios, and the heaviest rank with its dearest samples."""
+        samples = "; ".join(
+            f"sample {each.position} of rank {each.source_rank}, "
+            + ", ".join(f"{name} {length}" for name, length in each.lengths.items())
+            + f": {each.share:.1%}"
+            for each in self.heaviest
+        )
+        return (
+            f"{self.method}: max / mean {self.ratio_before:.3f} -> {self.ratio_after:.3f}, "
+            f"{self.num_moved} of {sum(self.counts_after)} samples move\n"
+            f"heaviest rank {self.heaviest_rank}, {self.counts_after[self.heaviest_rank]} samples, "
+            f"dearest: {samples or 'none'}"
+        )
+
+
+def _ratio(costs: tuple[float, ...]) -> float:
+    mean = sum(costs) / len(costs)
+    return max(costs) / mean if mean > 0 else 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """Where every sample of the global batch goes; equal on all ranks. Made by ``balance_samples``."""
+
+    ranks: tuple[int, ...]
+    """Of each sample, those of rank 0 first."""
+    counts: tuple[int, ...]
+    """Samples that each rank has before."""
+    report: BalanceReport
+    _group: dist.ProcessGroup | None = field(repr=False)
+    _lengths: dict[str, list[int]] = field(repr=False)
+
+    def move(
+        self,
+        rows: Mapping[str, Tensor] | None = None,
+        jagged: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+    ) -> Samples:
+        """Send each sample's part of every tensor to its rank, in one all-to-all. All ranks call it.
+
+        Best before the batch goes to the GPU, over a gloo group: on CUDA the offsets are read on the host.
+
+        Args:
+            rows: Name -> (B, ...): one row for each sample (dense features, labels, context ids).
+            jagged: Name -> (values (T, ...), offsets (B + 1,)); the names are those of the lengths given to
+                ``balance_samples``, whose lengths they must have. Of tensors that are jagged twice (ids of events),
+                both levels go so: the counts of each event as values of the sequence, the ids with each sample's sum
+                of counts.
+
+        Returns:
+            The samples of this rank, ordered by source rank, then by position there. Values as they were, bit for bit.
+
+        Raises:
+            ValueError: another number of samples or other lengths than were given, tensors on several devices, a tensor
+                that requires a gradient, or none at all.
+        """
+        rows, jagged = dict(rows or {}), dict(jagged or {})
+        rank = 0 if self._group is None else dist.get_rank(self._group)
+        self._check(rows, jagged, rank)
+        starts = [sum(self.counts[:source]) for source in range(len(self.counts) + 1)]
+        if self._group is None:
+            return Samples(dict(sorted(rows.items())), {name: jagged[name] for name in sorted(jagged)})
+        sources = [
+            [
+                sample - starts[source]
+                for sample in range(starts[source], starts[source + 1])
+                if self.ranks[sample] == rank
+            ]
+            for source in range(len(self.counts))
+        ]
+        lengths = {
+            name: [
+                [self._lengths[name][starts[source] + position] for position in here]
+                for source, here in enumerate(sources)
+            ]
+            for name in jagged
+        }
+        destination = torch.tensor(self.ranks[starts[rank] : starts[rank + 1]], dtype=torch.int64)
+        return move_samples(destination, sources, lengths, rows, jagged, self._group)
+
+    def _check(self, rows: dict[str, Tensor], jagged: dict[str, tuple[Tensor, Tensor]], rank: int) -> None:
+        if not rows and not jagged:
+            raise ValueError("Assignment.move: `rows` or `jagged` must hold a tensor, got none")
+        tensors = {f"rows[{name!r}]": tensor for name, tensor in rows.items()}
+        tensors |= {f"jagged[{name!r}]": values for name, (values, _) in jagged.items()}
+        devices = {str(tensor.device) for tensor in tensors.values()}
+        if len(devices) > 1:
+            raise ValueError(f"Assignment.move: tensors must lie on one device, got {sorted(devices)}")
+        for where, tensor in tensors.items():
+            if tensor.requires_grad:
+                raise ValueError(
+                    f"Assignment.move: `{where}` must not require a gradient, which would not come back; detach it, or "
+                    "move what it was computed from"
+                )
+        count, start = self.counts[rank], sum(self.counts[:rank])
+        for name, tensor in rows.items():
+            if tensor.ndim == 0 or tensor.shape[0] != count:
+                raise ValueError(
+                    f"Assignment.move: `rows[{name!r}]` must have one row for each of this rank's {count} samples, got "
+                    f"shape {tuple(tensor.shape)}"
+                )
+        for name, (values, offsets) in jagged.items():
+            if name not in self._lengths:
+                raise ValueError(
+                    f"Assignment.move: `jagged` must hold only names whose lengths were given to balance_samples, got "
+                    f"{name!r} beside {sorted(self._lengths)}"
+                )
+            expected = self._lengths[name][start : start + count]
+            if (
+                offsets.shape != (count + 1,)
+                or torch.diff(offsets).tolist() != expected
+                or len(values) != sum(expected)
+            ):
+                raise ValueError(
+                    f"Assignment.move: `jagged[{name!r}]` must have the lengths given to balance_samples, "
+                    f"{count} of sum {sum(expected)}, got offsets {tuple(offsets.shape)} and {len(values)} values"
+                )
+
+
+def balance_samples(
+    lengths: Mapping[str, Tensor],
+    cost: Cost,
+    group: dist.ProcessGroup | None = None,
+    *,
+    method: Method = "karmarkar_karp",
+    equal_counts: bool = False,
+) -> Assignment:
+    """Assign the samples of all ranks' batches so that the ranks' costs are near each other.
+
+    Every rank gathers all costs and lengths (two all-gathers of integers and float64) and computes the same assignment
+    from them. Samples that need not move stay as far as the method allows: a rank takes the part that holds most cost
+    of its own.
+
+    Args:
+        lengths: Sequence -> (B,) integers, tokens of this rank's samples; the same names on every rank. B may differ
+            between ranks, zero included. Those that ``cost`` does not read may be given for ``Assignment.move``.
+        cost: lengths -> (B,) costs, at least 0: a ``LengthCost`` or another function.
+        group: The ranks; None is one process.
+        method: karmarkar_karp (largest differencing), greedy (dearest first to the cheapest rank), or none (every
+            sample stays; the report says what that costs).
+        equal_counts: Numbers of samples differ by at most one between ranks. largest differencing then ends with swaps
+            of single samples.
+
+    Returns:
+        The assignment, equal on all ranks, with its report.
+
+    Raises:
+        ValueError: no lengths, shapes that differ, an unknown method, or a cost that is negative or not finite (on all
+            ranks, wherever it is).
+    """
+    if not lengths:
+        raise ValueError("balance_samples: `lengths` must hold at least one sequence, got none")
+    if method not in METHODS:
+        raise ValueError(f"balance_samples: `method` must be one of {', '.join(METHODS)}, got {method!r}")
+    names = sorted(lengths)
+    shape = lengths[names[0]].shape
+    for name in names:
+        if lengths[name].ndim != 1 or lengths[name].shape != shape or lengths[name].is_floating_point():
+            raise ValueError(
+                f"balance_samples: `lengths[{name!r}]` must be integers of shape (B,) like the others, got "
+                f"{lengths[name].dtype} {tuple(lengths[name].shape)} beside {tuple(shape)}"
+            )
+    mine = cost(lengths)
+    if mine.shape != shape:
+        raise ValueError(
+            f"balance_samples: `cost` must return shape (B,) = {tuple(shape)}, got {tuple(mine.shape)}; one cost for each "
+            "sample"
+        )
+    table = torch.stack([mine.double(), *[lengths[name].double() for name in names]], dim=1)
+    counts, columns = _gather(table, group)
+    costs = columns[0]
+    by_name = {name: [int(each) for each in column] for name, column in zip(names, columns[1:], strict=True)}
+    for sample, value in enumerate(costs):
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(
+                f"balance_samples: `cost` must return finite numbers of at least 0, got {value} for lengths "
+                f"{ {name: by_name[name][sample] for name in names} }"
+            )
+    ranks = assign(costs, counts, method, equal_counts=equal_counts)
+    report = _report(method, costs, by_name, counts, ranks)
+    return Assignment(ranks=tuple(ranks), counts=tuple(counts), report=report, _group=group, _lengths=by_name)
+
+
+def _gather(table: Tensor, group: dist.ProcessGroup | None) -> tuple[list[int], list[list[float]]]:
+    """(samples of each rank, columns over all samples); lengths are exact in float64."""
+    if group is None:
+        return [len(table)], table.t().tolist()
+    collectives, ranks = DefaultCollectives(), dist.get_world_size(group)
+    sizes = torch.empty(ranks, dtype=torch.int64, device=table.device)
+    collectives.all_gather(sizes, torch.tensor([len(table)], device=table.device), group)
+    counts: list[int] = sizes.tolist()
+    longest = max(counts)
+    if longest == 0:
+        return counts, [[] for _ in range(table.shape[1])]
+    padded = table.new_zeros((longest, table.shape[1]))
+    padded[: len(table)] = table
+    gathered = table.new_empty((ranks * longest, table.shape[1]))
+    collectives.all_gather(gathered, padded, group)
+    kept = torch.cat([part[:count] for part, count in zip(gathered.split(longest), counts, strict=True)])
+    return counts, kept.t().tolist()
+
+
+def _report(
+    method: Method, costs: list[float], lengths: dict[str, list[int]], counts: list[int], ranks: list[int]
+) -> BalanceReport:
+    before, after, sizes = ([0.0] * len(counts) for _ in range(3))
+    origin = [(rank, position) for rank, count in enumerate(counts) for position in range(count)]
+    for sample, rank in enumerate(ranks):
+        before[origin[sample][0]] += costs[sample]
+        after[rank] += costs[sample]
+        sizes[rank] += 1
+    heaviest = max(range(len(counts)), key=lambda rank: (after[rank], -rank))
+    here = [sample for sample, rank in enumerate(ranks) if rank == heaviest]
+    dearest = sorted(here, key=lambda sample: (-costs[sample], sample))
+    shares = tuple(
+        SampleShare(
+            source_rank=origin[sample][0],
+            position=origin[sample][1],
+            lengths={name: each[sample] for name, each in lengths.items()},
+            share=costs[sample] / after[heaviest] if after[heaviest] > 0 else 0.0,
+        )
+        for sample in dearest[:4]
+    )
+    return BalanceReport(
+        method=method,
+        costs_before=tuple(before),
+        costs_after=tuple(after),
+        counts_after=tuple(int(size) for size in sizes),
+        num_moved=sum(origin[sample][0] != rank for sample, rank in enumerate(ranks)),
+        heaviest_rank=heaviest,
+        heaviest=shares,
+    )
