@@ -30,10 +30,12 @@ class Link:
     latency: float
     """us that one message costs whatever its size, start of the collective included."""
     source: str = "stated"
-    """Where the two numbers are from."""
+    """Where the numbers are from."""
+    per_message: float = 0.0
+    """us that each message of an all-to-all adds, as a rank sends one to every other rank."""
 
     def __post_init__(self) -> None:
-        for name, least in (("bandwidth", "above 0"), ("latency", "at least 0")):
+        for name, least in (("bandwidth", "above 0"), ("latency", "at least 0"), ("per_message", "at least 0")):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"Link: `{name}` must be a number, got {type(value).__name__}")
@@ -54,9 +56,21 @@ class Topology:
     gpus_per_host: int = 8
     hosts_per_zone: int = 1
     zones: int = 1
-    host: Link = Link(bandwidth=450.0, latency=10.0, source="NVLink 4: 900 GB/s both ways (datasheet); latency assumed")
-    zone: Link = Link(bandwidth=50.0, latency=20.0, source="400 Gbit/s RoCE per GPU (line rate); latency assumed")
-    cluster: Link = Link(bandwidth=12.5, latency=40.0, source="RoCE oversubscribed 4:1 between zones; assumed")
+    host: Link = Link(
+        bandwidth=450.0,
+        latency=10.0,
+        per_message=0.2,
+        source="NVLink 4, 900 GB/s both ways (datasheet); latencies assumed",
+    )
+    zone: Link = Link(
+        bandwidth=50.0,
+        latency=20.0,
+        per_message=1.0,
+        source="RoCE of 400 Gbit/s per GPU (line rate); latencies assumed",
+    )
+    cluster: Link = Link(
+        bandwidth=12.5, latency=40.0, per_message=1.0, source="RoCE oversubscribed 4:1 between zones; all assumed"
+    )
 
     def __post_init__(self) -> None:
         for name in _COUNTS:

@@ -1,0 +1,107 @@
+"""Compute rates of one device, each with where it was measured."""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Hardware", "Rate"]
+
+_RATES = (
+    "peak_flops",
+    "memory_bytes",
+    "copy",
+    "attention_forward",
+    "attention_backward",
+    "embedding_read",
+    "embedding_update",
+    "activation_passes",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rate:
+    """A number and where it is from."""
+
+    value: float
+    source: str
+
+    def __post_init__(self) -> None:
+        if isinstance(self.value, bool) or not isinstance(self.value, (int, float)):
+            raise TypeError(f"Rate: `value` must be a number, got {type(self.value).__name__}")
+        if not (math.isfinite(self.value) and self.value > 0):
+            raise ValueError(f"Rate: `value` must be finite and above 0, got {self.value}")
+        if not isinstance(self.source, str) or not self.source:
+            raise ValueError(f"Rate: `source` must say where {self.value} was measured, got {self.source!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """What one device does."""
+
+    name: str
+    peak_flops: Rate
+    """FLOP/s of dense bf16 products by the datasheet: the denominator of MFU."""
+    memory_bytes: Rate
+    copy: Rate
+    """Bytes per second of a copy, read and write counted."""
+    gemm: tuple[tuple[int, Rate], ...]
+    """(width, FLOP/s) of bf16 products whose smaller side is ``width``, by width."""
+    attention_forward: Rate
+    """FLOP/s over unmasked pairs."""
+    attention_backward: Rate
+    embedding_read: Rate
+    """Bytes of looked-up rows per second."""
+    embedding_update: Rate
+    """Bytes of row gradients per second, backward and optimizer."""
+    activation_passes: Rate
+    """Times that forward moves the bytes it saves, in what is no product (norms, activations, sums); backward twice."""
+
+    def gemm_rate(self, width: int) -> float:
+        """FLOP/s at a width: linear in its logarithm between measured ones, proportional to it below the smallest."""
+        widths = [each for each, _ in self.gemm]
+        at = bisect_left(widths, width)
+        if at == 0:
+            return self.gemm[0][1].value * min(1.0, width / widths[0])
+        if at == len(widths):
+            return self.gemm[-1][1].value
+        (low, slow), (high, fast) = self.gemm[at - 1], self.gemm[at]
+        share = math.log(width / low) / math.log(high / low)
+        return slow.value + share * (fast.value - slow.value)
+
+    @classmethod
+    def load(cls, path: str | Path | None = None) -> Hardware:
+        """Read a rates file.
+
+        Args:
+            path: JSON; default: the H200 rates that ship with the package.
+
+        Raises:
+            ValueError: the file is no rates file: a field is missing, unknown or without a source.
+            OSError: it cannot be read.
+        """
+        path = Path(path) if path is not None else Path(__file__).with_name("nvidia-h200.json")
+        try:
+            values: Any = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"Hardware.load: {path} must be valid JSON: {error}") from error
+        expected = {"name", "gemm", *_RATES}
+        if not isinstance(values, dict) or set(values) != expected:
+            got = sorted(set(values) ^ expected) if isinstance(values, dict) else type(values).__name__
+            raise ValueError(f"Hardware.load: {path} must hold {', '.join(sorted(expected))}, differs in {got}")
+        try:
+            gemm = tuple(
+                sorted(
+                    (int(each["width"]), Rate(value=each["value"], source=each["source"])) for each in values["gemm"]
+                )
+            )
+            rates = {name: Rate(**values[name]) for name in _RATES}
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"Hardware.load: {path}: every rate must hold value and source only ({error})") from error
+        if not gemm or len({width for width, _ in gemm}) != len(gemm) or gemm[0][0] < 1:
+            raise ValueError(f"Hardware.load: {path}: `gemm` must hold rates at different widths, got {len(gemm)}")
+        return cls(name=str(values["name"]), gemm=gemm, **rates)

@@ -1,0 +1,266 @@
+"""The plan's bytes are those that ranks send: every collective of a step is counted, on two and on four ranks."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gem_parallel import (
+    FeatureConfig,
+    ParallelDims,
+    ParallelPlan,
+    ShardedEmbeddings,
+    SparseOptimizerConfig,
+    TableConfig,
+    Topology,
+    parallelize,
+)
+from gem_parallel._src.collectives.base import DefaultCollectives
+from gem_parallel.experts import ExpertParallel
+from gem_parallel.planner import DenseUnit, ModelDescription, SparseTable, Workload, explain
+
+pytestmark = pytest.mark.dist
+SAMPLES = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    id: str
+    dims: ParallelDims
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    sizes: dict = field(default_factory=lambda: {"gather_bytes": 4, "reduce_bytes": 4})
+
+
+CASES = [
+    Case("fsdp 2", ParallelDims.for_world(2)),
+    Case("replicas 2", ParallelDims.for_world(2, dp_replicate=2)),
+    Case("fsdp 4", ParallelDims.for_world(4)),
+    Case("hsdp 2x2", ParallelDims.for_world(4, dp_replicate=2)),
+    Case("fsdp 2 beside ep 2", ParallelDims.for_world(4, ep=2)),
+    Case(
+        "bf16 gathers, fp32 sums",
+        ParallelDims.for_world(4),
+        torch.bfloat16,
+        torch.float32,
+        {"gather_bytes": 2, "reduce_bytes": 4},
+    ),
+]
+TABLES = (
+    # name, rows, dim, ids of a sample, distinct ids of a rank's batch, pooling
+    SparseTable(name="user", num_rows=64, dim=8, ids_per_sample=4, unique_fraction=0.5, kind="row_wise", pooling="sum"),
+    SparseTable(name="ad", num_rows=40, dim=8, ids_per_sample=2, unique_fraction=0.25, kind="table_wise"),
+    SparseTable(name="page", num_rows=16, dim=8, ids_per_sample=1, unique_fraction=1, kind="table_wise"),
+    SparseTable(name="word", num_rows=32, dim=16, ids_per_sample=1, unique_fraction=0.5, kind="row_wise"),
+)
+
+
+class Net(nn.Module):
+    """Odd sizes, a parameter of fewer rows than ranks, and parameters that only the root owns."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.second = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3, bias=False))
+        self.gain = nn.Parameter(torch.ones(1, 3))
+
+    def forward(self, x):
+        return self.second(self.first(x)) * self.gain
+
+
+def describe(net, tables):
+    def shapes(module):
+        return tuple(tuple(parameter.shape) for parameter in module.parameters())
+
+    units = (
+        DenseUnit(name="", shapes=(tuple(net.gain.shape),), reshard_after_forward=False),
+        DenseUnit(name="first", shapes=shapes(net.first)),
+        DenseUnit(name="second", shapes=shapes(net.second)),
+    )
+    return ModelDescription(name="net", units=units, tables=tables)
+
+
+class Recorder:
+    """Counts what this rank passes to torch.distributed: (kind, bytes to other ranks, bytes received in all)."""
+
+    # Two names each: torch 2.13 renamed them.
+    KINDS = {  # noqa: RUF012
+        "all_gather_into_tensor": "all_gather",
+        "all_gather_single": "all_gather",
+        "reduce_scatter_tensor": "reduce_scatter",
+        "reduce_scatter_single": "reduce_scatter",
+        "all_reduce": "all_reduce",
+        "all_to_all_single": "all_to_all",
+    }
+
+    def __enter__(self):
+        self.calls = []
+        self.saved = {name: getattr(dist, name) for name in self.KINDS if hasattr(dist, name)}
+        for name in self.saved:
+            setattr(dist, name, self.wrap(name))
+        return self
+
+    def __exit__(self, *_):
+        for name, function in self.saved.items():
+            setattr(dist, name, function)
+
+    def wrap(self, name):
+        original, kind = self.saved[name], self.KINDS[name]
+
+        def call(*args, **kwargs):
+            bound = dict(zip(("output", "input", "output_split_sizes", "input_split_sizes"), args, strict=False))
+            bound |= kwargs
+            group = kwargs.get("group")
+            size, rank = dist.get_world_size(group), dist.get_rank(group)
+            given = kwargs.get("output_tensor", args[0] if args else kwargs.get("tensor", kwargs.get("output")))
+            if kind == "all_gather":
+                self.calls.append((kind, given.nbytes * (size - 1) // size, given.nbytes))
+            elif kind == "reduce_scatter":
+                self.calls.append((kind, given.nbytes * (size - 1), given.nbytes))
+            elif kind == "all_reduce":
+                self.calls.append((kind, 2 * given.nbytes * (size - 1) / size, given.nbytes))
+            else:
+                sent = bound["input"]
+                splits = bound.get("input_split_sizes")
+                row = sent[0].nbytes if sent.shape[0] else 0
+                own = splits[rank] * row if splits else sent.nbytes // size
+                self.calls.append((kind, sent.nbytes - own, bound["output"].nbytes))
+            return original(*args, **kwargs)
+
+        return call
+
+
+def rank_dense(rank, world_size, folder):
+    results = {}
+    for case in CASES:
+        if case.dims.world_size != world_size:
+            continue
+        torch.manual_seed(0)
+        net = Net()
+        plan = ParallelPlan(
+            shard_units=("first", "second"), param_dtype=case.param_dtype, reduce_dtype=case.reduce_dtype
+        )
+        net = parallelize(net, plan, case.dims.build_mesh("cpu"))
+        with Recorder() as recorder:
+            for _ in range(2):
+                net(torch.randn(3, 5)).float().sum().backward()
+        results[case.id] = recorder.calls
+    return results
+
+
+def rank_sparse(rank, world_size, folder):
+    mesh = ParallelDims.for_world(world_size).build_mesh("cpu").sparse
+    tables = [TableConfig(name=t.name, num_rows=t.num_rows, dim=t.dim, placement=t.kind) for t in TABLES]
+    features = [FeatureConfig(name=t.name, table=t.name, pooling=t.pooling) for t in TABLES]
+    embeddings = ShardedEmbeddings(tables, features, optimizer=SparseOptimizerConfig(), mesh=mesh)
+    ids = {}
+    for table in TABLES:
+        count = int(SAMPLES * table.ids_per_sample)
+        distinct = int(count * table.unique_fraction)
+        # Equally many of every rank's rows, and repeated.
+        values = (torch.arange(count) % distinct) * (table.num_rows // distinct)
+        ids[table.name] = (values, torch.arange(0, count + 1, int(table.ids_per_sample)))
+    with Recorder() as recorder:
+        pending = embeddings.exchange(ids)
+        split = len(recorder.calls)
+        outputs = embeddings.lookup(pending)
+        looked_up = len(recorder.calls)
+        sum(output.sum() for output in outputs.values()).backward()
+    calls = recorder.calls
+    return {"counts": calls[:1], "ids": calls[1:split], "rows": calls[split:looked_up], "gradients": calls[looked_up:]}
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def dense(request, ranks):
+    return request.param, ranks("rank_dense", request.param)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def sparse(request, ranks):
+    return request.param, ranks("rank_sparse", request.param)
+
+
+def predict(dims, tables=(), **sizes):
+    model = describe(Net(), tables)
+    workload = Workload(samples_per_rank=SAMPLES, **sizes)
+    return explain(model, Topology(gpus_per_host=dims.world_size), dims, workload)
+
+
+def test_dense_bytes(dense):
+    world_size, results = dense
+    for case in (case for case in CASES if case.dims.world_size == world_size):
+        report = predict(case.dims, **case.sizes)
+        expected = sorted((each.kind, each.payload) for each in report.collectives)
+        for calls in (result[case.id] for result in results):
+            # Two steps, each of which sends what was predicted for one.
+            assert sorted((kind, sent) for kind, sent, _ in calls) == sorted(expected * 2), case.id
+
+
+def test_the_prediction_depends_on_padding():
+    """Bytes without padding would differ, so that equality above means something."""
+    report = predict(ParallelDims.for_world(4))
+    gather = next(each for each in report.collectives if each.name == "first parameters" and each.when == "forward")
+    assert gather.payload == 4 * (8 * 5 + 8) * 3 / 4
+    assert gather.payload != 4 * (7 * 5 + 7) * 3 / 4
+
+
+@pytest.mark.parametrize("part", ["counts", "ids", "rows", "gradients"])
+def test_sparse_bytes(sparse, part):
+    world_size, results = sparse
+    report = predict(ParallelDims.for_world(world_size), TABLES)
+    collective = getattr(report.sparse, part)
+    calls = [result[part] for result in results]
+    assert all(kind == "all_to_all" for each in calls for kind, _, _ in each)
+    # Table-wise rows make ranks unequal; the plan's payload is the mean.
+    assert sum(sent for each in calls for _, sent, _ in each) == world_size * collective.payload
+    assert all(len(each) == sum(collective.tier_rounds) for each in calls)
+    assert all(len(each) * (world_size - 1) == sum(collective.tier_messages) for each in calls)
+
+
+def test_what_each_rank_serves(sparse):
+    world_size, results = sparse
+    report = predict(ParallelDims.for_world(world_size), TABLES)
+    assert len(set(report.tables.served_bytes)) > 1, "ranks should differ"
+    for rank, result in enumerate(results):
+        assert sum(received for _, _, received in result["ids"]) == 8 * report.tables.served_ids[rank]
+        assert sum(received for _, _, received in result["gradients"]) == report.tables.served_bytes[rank]
+        assert sum(received for _, _, received in result["rows"]) == report.tables.requested_bytes
+
+
+class Counting(DefaultCollectives):
+    """The default engine, counting like Recorder."""
+
+    def __init__(self):
+        self.calls = []
+
+    def all_gather(self, output, tensor, group, **options):
+        self.calls.append(("all_gather", output.nbytes - tensor.nbytes, output.nbytes))
+        return super().all_gather(output, tensor, group, **options)
+
+    def reduce_scatter(self, output, tensor, group, **options):
+        self.calls.append(("reduce_scatter", tensor.nbytes - output.nbytes, output.nbytes))
+        return super().reduce_scatter(output, tensor, group, **options)
+
+
+def rank_experts(rank, world_size, folder):
+    mesh = ParallelDims.for_world(world_size, ep=world_size).build_mesh("cpu")
+    counting = Counting()
+    layer = ExpertParallel([nn.Linear(6, 3) for _ in range(world_size)], mesh.ep_group, collectives=counting)
+    x = torch.ones(SAMPLES, 6, requires_grad=True)
+    layer(x, rows=[[SAMPLES] * world_size]).sum().backward()
+    return counting.calls
+
+
+def test_expert_bytes(ranks):
+    unit = DenseUnit(
+        name="e", shapes=((3, 6), (3,)), num_experts=2, expert_input_bytes=6 * 4, expert_output_bytes=3 * 4
+    )
+    model = ModelDescription(name="experts", units=(unit,))
+    dims = ParallelDims.for_world(2, ep=2)
+    report = explain(model, Topology(gpus_per_host=2), dims, Workload(samples_per_rank=SAMPLES))
+    expected = sorted((each.kind, each.payload) for each in report.collectives)
+    assert len(expected) == 4
+    for calls in ranks("rank_experts", 2):
+        assert sorted((kind, sent) for kind, sent, _ in calls) == expected
