@@ -3,16 +3,22 @@
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from gem_parallel import FeatureConfig, ShardedEmbeddings, SparseOptimizerConfig, TableConfig
 
 DIM = 8
 NUM_BAGS = 24
-# One table smaller than any world size, one with a single row, one larger than the rest.
-TABLES = {"wide": 50, "three": 3, "one": 1}
+# One table smaller than any world size, one with a single row, one larger than the rest, and two of other dims: groups
+# with exchanges of their own.
+TABLES = {"wide": 50, "three": 3, "one": 1, "narrow": 11, "broad": 9}
+DIMS = {"narrow": 4, "broad": 16}
+MIXED_PLACEMENTS = {"wide": "row_wise", "three": "replicated", "one": "table_wise", "narrow": "auto"}
+MIXED_POOLINGS = {"wide": "sum", "three": "mean", "one": "none", "narrow": "mean", "broad": "sum"}
 POOLINGS = ("sum", "mean", "none")
 # How the bags of a step are shared out, as fractions where ranks begin.
 SPLITS = ("even", "first_empty", "last_has_all", "all_empty", "table_empty", "feature_missing")
+NUM_STEPS = len(SPLITS)
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,12 @@ class SparseCase:
     kind: str
     exact: bool
     """Gradients are small multiples of a power of two, so that their sums are exact in any order."""
+
+    def placement_of(self, table):
+        return MIXED_PLACEMENTS.get(table, "column_wise") if self.placement == "mixed" else self.placement
+
+    def pooling_of(self, table):
+        return MIXED_POOLINGS[table] if self.pooling == "mixed" else self.pooling
 
     @property
     def id(self):
@@ -38,14 +50,30 @@ CASES = [
 ]
 
 
-def make(case, mesh=None, device="cpu"):
-    tables = [TableConfig(name=name, num_rows=rows, dim=DIM, placement=case.placement) for name, rows in TABLES.items()]
-    # another dim: a second group with an exchange of its own
-    tables.append(TableConfig(name="narrow", num_rows=11, dim=4, placement=case.placement))
-    features = [FeatureConfig(name=f"f_{table.name}", table=table.name, pooling=case.pooling) for table in tables]
+# For grids of ranks: every placement and a mix, with poolings mixed.
+GRID_CASES = [
+    SparseCase(placement, "mixed", kind, exact)
+    for placement, kinds in {
+        "row_wise": ("rowwise_adagrad", "adam"),
+        "table_wise": ("rowwise_adagrad", "sgd"),
+        "column_wise": ("rowwise_adagrad", "adagrad", "adam"),
+        "replicated": ("rowwise_adagrad", "adam"),
+        "mixed": ("sgd", "adagrad", "rowwise_adagrad", "adam"),
+    }.items()
+    for kind in kinds
+    for exact in (True, False)
+]
+
+
+def make(case, mesh=None, device="cpu", **options):
+    tables = [
+        TableConfig(name=name, num_rows=rows, dim=DIMS.get(name, DIM), placement=case.placement_of(name))
+        for name, rows in TABLES.items()
+    ]
+    features = [FeatureConfig(name=f"f_{name}", table=name, pooling=case.pooling_of(name)) for name in TABLES]
     features.append(FeatureConfig(name="again", table="wide", pooling="none"))
     optimizer = SparseOptimizerConfig(kind=case.kind, learning_rate=0.125, eps=1e-6)
-    return ShardedEmbeddings(tables, features, optimizer=optimizer, mesh=mesh, device=device, seed=5)
+    return ShardedEmbeddings(tables, features, optimizer=optimizer, mesh=mesh, device=device, seed=5, **options)
 
 
 def bounds(split, rank, world_size):
@@ -66,13 +94,13 @@ def global_batch(case, step):
     generator = torch.Generator().manual_seed(100 + step)
     found = {}
     for name, table, pooling in _features(case):
-        rows = {**TABLES, "narrow": 11}[table]
+        rows = TABLES[table]
         # powers of two keep the mean exact
         lengths = torch.tensor([0, 1, 2, 4])[torch.randint(0, 4, (NUM_BAGS,), generator=generator)]
         total = int(lengths.sum())
         values = torch.randint(0, rows, (total,), generator=generator)
         values[torch.rand(total, generator=generator) < 0.4] = rows // 2
-        dim = 4 if table == "narrow" else DIM
+        dim = DIMS.get(table, DIM)
         size = total if pooling == "none" else NUM_BAGS
         upstream = torch.randn(size, dim, generator=generator)
         if case.exact:
@@ -82,8 +110,7 @@ def global_batch(case, step):
 
 
 def _features(case):
-    names = [*TABLES, "narrow"]
-    return [*[(f"f_{name}", name, case.pooling) for name in names], ("again", "wide", "none")]
+    return [*[(f"f_{name}", name, case.pooling_of(name)) for name in TABLES], ("again", "wide", "none")]
 
 
 def rank_batch(case, step, rank, world_size):
@@ -124,3 +151,44 @@ def train_step(module, case, batch):
     terms = [((each if case.exact else torch.tanh(each)) * batch[name][2]).sum() for name, each in outputs.items()]
     sum(terms).backward()
     return {name: each.detach().clone() for name, each in outputs.items()}
+
+
+def full_state(module):
+    """Whole tables on every rank that has a part of them."""
+    return {
+        key: (value.full_tensor() if isinstance(value, DTensor) else value).cpu().clone()
+        for key, value in module.state_dict().items()
+    }
+
+
+def check(world_size, results, case, bitwise):
+    """Results (state before, outputs of each step, state after) per rank against one process on the joined batches."""
+    module = make(case)
+    first = full_state(module)
+    parts = [[rank_batch(case, step, rank, world_size) for rank in range(world_size)] for step in range(NUM_STEPS)]
+    outputs = [train_step(module, case, joined(part)) for part in parts]
+    last = full_state(module)
+    seen = set()
+    for rank, (start, rank_outputs, end) in enumerate(results):
+        for key, value in start.items():
+            assert torch.equal(value, first[key]), key
+        for key, value in end.items():
+            seen.add(key)
+            compare(value, last[key], bitwise, f"rank {rank}, {key}")
+        for step in range(NUM_STEPS):
+            for name, value in rank_outputs[step].items():
+                before = [part[name] for part in parts[step][:rank] if name in part]
+                offset = sum(len(each[2]) for each in before)
+                expected = outputs[step][name][offset : offset + len(value)]
+                compare(value, expected, bitwise, f"rank {rank}, step {step}, {name}")
+    # every table is somewhere
+    assert seen == set(last)
+    assert all(not torch.equal(last[key], first[key]) for key in last if key.endswith("weight"))
+
+
+def compare(value, expected, bitwise, what):
+    if bitwise:
+        assert torch.equal(value, expected), f"{what}: {(value - expected).abs().max()}"
+    else:
+        # Sums in another order: relative 1e-6 in a gradient, and steps of 0.125 that scale it to at most 1e-5.
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5, msg=lambda text: f"{what}: {text}")

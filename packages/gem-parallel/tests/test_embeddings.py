@@ -7,8 +7,8 @@ import torch
 from reference_optimizers import ReferenceTable
 
 from gem_parallel import FeatureConfig, ShardedEmbeddings, SparseOptimizerConfig, TableConfig
+from gem_parallel._src.embeddings import build as build_source
 from gem_parallel._src.embeddings import engine as engine_source
-from gem_parallel._src.embeddings import module as module_source
 
 DIM = 8
 
@@ -313,7 +313,7 @@ def test_non_contiguous_ids():
 @pytest.mark.parametrize("ids_per_bag", [1, 8, 10_000])
 def test_unpooled_engine_of_several_tables(monkeypatch, case, ids_per_bag):
     """The layout of CUDA, on the CPU: one unpooled engine per dim, pooling outside of it."""
-    monkeypatch.setattr(module_source, "engines_pool", lambda device: False)
+    monkeypatch.setattr(build_source, "engines_pool", lambda device: False)
     monkeypatch.setattr(engine_source, "IDS_PER_BAG", ids_per_bag)
     check_against_reference(case, "cpu")
     test_several_dims_and_a_table_without_features()
@@ -322,7 +322,7 @@ def test_unpooled_engine_of_several_tables(monkeypatch, case, ids_per_bag):
 
 @pytest.mark.parametrize("pooling", ["sum", "mean", "none"])
 def test_unpooled_engine_drops(monkeypatch, pooling):
-    monkeypatch.setattr(module_source, "engines_pool", lambda device: False)
+    monkeypatch.setattr(build_source, "engines_pool", lambda device: False)
     module = make([FeatureConfig(name="x", table="t", pooling=pooling)], id_policy="drop")
     before = copied(module)["tables.t.weight"]
     for _ in range(2):

@@ -2,21 +2,10 @@
 
 import pytest
 import torch
-from sparse_cases import CASES, SPLITS, joined, make, rank_batch, train_step
-from torch.distributed.tensor import DTensor
+from sparse_cases import CASES, NUM_STEPS, check, full_state, make, rank_batch, train_step
 
 from gem_parallel import ParallelDims
 from gem_parallel._src.embeddings import module as module_source
-
-NUM_STEPS = len(SPLITS)
-
-
-def full_state(module):
-    """Whole tables on every rank that has a part of them."""
-    return {
-        key: (value.full_tensor() if isinstance(value, DTensor) else value).cpu().clone()
-        for key, value in module.state_dict().items()
-    }
 
 
 def rank_train(rank, world_size, folder):
@@ -40,38 +29,6 @@ def trained(request, ranks):
 def test_ranks_equal_one_process(trained, case):
     world_size, results = trained
     check(world_size, [result[case.id] for result in results], case, bitwise=case.exact)
-
-
-def check(world_size, results, case, bitwise):
-    module = make(case)
-    first = full_state(module)
-    parts = [[rank_batch(case, step, rank, world_size) for rank in range(world_size)] for step in range(NUM_STEPS)]
-    outputs = [train_step(module, case, joined(part)) for part in parts]
-    last = full_state(module)
-    seen = set()
-    for rank, (start, rank_outputs, end) in enumerate(results):
-        for key, value in start.items():
-            assert torch.equal(value, first[key]), key
-        for key, value in end.items():
-            seen.add(key)
-            compare(value, last[key], bitwise, f"rank {rank}, {key}")
-        for step in range(NUM_STEPS):
-            for name, value in rank_outputs[step].items():
-                before = [part[name] for part in parts[step][:rank] if name in part]
-                offset = sum(len(each[2]) for each in before)
-                expected = outputs[step][name][offset : offset + len(value)]
-                compare(value, expected, bitwise, f"rank {rank}, step {step}, {name}")
-    # every table is somewhere
-    assert seen == set(last)
-    assert all(not torch.equal(last[key], first[key]) for key in last if key.endswith("weight"))
-
-
-def compare(value, expected, bitwise, what):
-    if bitwise:
-        assert torch.equal(value, expected), f"{what}: {(value - expected).abs().max()}"
-    else:
-        # Sums in another order: relative 1e-6 in a gradient, and steps of 0.125 that scale it to at most 1e-5.
-        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5, msg=lambda text: f"{what}: {text}")
 
 
 CUDA_CASES = [case for case in CASES if not case.exact and case.placement == "row_wise"]

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 __all__ = ["FeatureConfig", "IdPolicy", "Placement", "Pooling", "SparseOptimizerConfig", "TableConfig", "check_configs"]
 
-Placement = Literal["auto", "table_wise", "row_wise"]
+Placement = Literal["auto", "table_wise", "row_wise", "column_wise", "replicated"]
 Pooling = Literal["sum", "mean", "none"]
 OptimizerKind = Literal["rowwise_adagrad", "adagrad", "adam", "sgd"]
 IdPolicy = Literal["error", "drop", "clamp"]
@@ -54,8 +54,10 @@ class TableConfig:
     dim: int
     """Row length, in elements: a multiple of 4, at most 1024."""
     placement: Placement = "auto"
-    """table_wise: all rows on one rank; row_wise: ceil(num_rows / ranks) consecutive rows per rank; auto: row_wise
-    for a table larger than a rank's fair share of all tables, else table_wise."""
+    """Over the ranks that hold one copy of the tables. table_wise: all rows on one rank; row_wise: equal runs of
+    consecutive rows per rank; column_wise: equal runs of columns on as many ranks as divide their number and dim / 4;
+    replicated: the whole table on every rank, whose gradients are added densely over all ranks: for small tables;
+    auto: row_wise for a table larger than a rank's fair share of all tables, else table_wise."""
     init_std: float | None = None
     """Standard deviation of the normal initial weights; None is dim ** -0.5."""
     hashed: bool = False

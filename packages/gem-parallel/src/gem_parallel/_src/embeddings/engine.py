@@ -65,6 +65,17 @@ class Engine(Protocol):
             (N, dim) or (num_bags, dim) float32.
         """
 
+    def update(self, ids: Tensor, counts: Sequence[int], grad: Tensor, step: int, learning_rate: float) -> None:
+        """One optimizer step without a lookup of its own.
+
+        Args:
+            ids: As for ``lookup``.
+            counts: As for ``lookup``.
+            grad: (N, dim) float32, one row per id; those of equal ids are added in their order.
+            step: Number of the training lookup that the gradients belong to.
+            learning_rate: Step size of that lookup.
+        """
+
     def clear_scratch(self) -> None:
         """Set the scratch rows to zero."""
 
@@ -144,6 +155,7 @@ class FbgemmEngine:
             device=device,
             **decay,
         )
+        self._learning_rate = optimizer.learning_rate
         self._arange = torch.arange(1, device=device)
         self._scratch = [weight[-1] for weight in self._tbe.split_embedding_weights()]
 
@@ -159,6 +171,14 @@ class FbgemmEngine:
         with torch.set_grad_enabled(step is not None):
             rows: Tensor = tbe(ids, self._bag_offsets(counts) if bags is None else bags)
         return rows
+
+    def update(self, ids: Tensor, counts: Sequence[int], grad: Tensor, step: int, learning_rate: float) -> None:
+        # fbgemm runs its optimizer in the backward of a lookup only.
+        current = self._learning_rate
+        self._tbe.set_learning_rate(learning_rate)
+        rows = self.lookup(ids, counts, None, step)
+        torch.autograd.backward([rows], [grad])
+        self._tbe.set_learning_rate(current)
 
     def _bag_offsets(self, counts: Sequence[int]) -> Tensor:
         total = sum(counts)
@@ -189,4 +209,5 @@ class FbgemmEngine:
         ]
 
     def set_learning_rate(self, learning_rate: float) -> None:
+        self._learning_rate = learning_rate
         self._tbe.set_learning_rate(learning_rate)

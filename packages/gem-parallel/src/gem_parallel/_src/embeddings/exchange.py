@@ -2,25 +2,27 @@
 
 Per group: an id becomes its position in the concatenation of all shards, ordered by rank, table and row. Sorting these
 positions puts the distinct ids in sending order. The counts of all groups and the state of the check travel in one
-all-to-all of integers, which is also the only point where the host waits for the device.
+all-to-all of integers, with replicas in a second one between them; then is the only time that the host waits for the
+device. The counts fix the size of every later transfer of the batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gem_parallel._src.embeddings.grid import Grid
 from gem_parallel._src.embeddings.ids import NUM_SUMMARY, BatchIds, BatchReport, GroupIds, summarise
 from gem_parallel._src.embeddings.layout import Group
-from gem_parallel._src.embeddings.pending import GroupRequest, Route
-from gem_parallel._src.embeddings.transfer import DeviceVector, to_device
+from gem_parallel._src.embeddings.pending import GroupRequest, ReplicaRoute, Route
+from gem_parallel._src.embeddings.plan import Distinct, GroupPlan, block_order, find_distinct, order_locally
+from gem_parallel._src.embeddings.transfer import DeviceVector
 
-__all__ = ["Exchanger", "RankReport", "exchange_rows"]
+__all__ = ["Exchanger", "RankReport"]
 
 NUM_FLAGS = 6
 """Leading columns of the counts: refused, malformed places and their first feature, first feature and id out of range,
@@ -32,6 +34,7 @@ class RankReport:
     """What a rank says about its batch."""
 
     rank: int
+    """On the grid's flat axis."""
     refused: bool
     """It raised before it could look at the values."""
     malformed: int
@@ -41,82 +44,43 @@ class RankReport:
     num_out_of_range: int
 
 
-class _GroupPlan:
-    """Where one group's shards lie in the concatenation over (rank, table, row)."""
-
-    def __init__(self, group: Group, world_size: int, device: torch.device) -> None:
-        sizes = [shard.num_local_rows(rank) for rank in range(world_size) for shard in group.tables]
-        starts = list(accumulate(sizes, initial=0))
-        self.world_size = world_size
-        self.num_tables = len(group.tables)
-        self.total = starts[-1]
-        """Also the position that stands for dropped ids: past every shard."""
-        bases = torch.tensor(starts[:-1], dtype=torch.int64).view(world_size, self.num_tables).t().contiguous()
-        for index, shard in enumerate(group.tables):
-            if not shard.row_wise:
-                # Ids of such a table divide to 0 by its chunk, whoever owns it.
-                bases[index, 0] = bases[index, shard.owner].clone()
-        self.bases = bases.flatten().to(device)
-        self.boundaries = torch.tensor(starts, dtype=torch.int64, device=device)
-        self.chunks = torch.tensor([shard.chunk for shard in group.tables], dtype=torch.int64, device=device)
-        self.num_rows = torch.tensor([shard.config.num_rows for shard in group.tables], device=device)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Dedup:
-    """One group's ids by distinct position, before the host knows how many there are."""
-
-    order: Tensor
-    sorted_positions: Tensor
-    distinct_of_sorted: Tensor
-    send_counts: Tensor
-    """(R * T,) distinct ids per owner and table."""
-
-
-def deduplicate(ids: GroupIds, plan: _GroupPlan) -> _Dedup:
-    """Distinct positions of a group's ids."""
-    device = plan.boundaries.device
-    values = ids.values
-    num_values = values.numel()
-    counts = to_device(ids.counts, device)
-    table = torch.repeat_interleave(torch.arange(plan.num_tables, device=device), counts, output_size=num_values)
-    valid = (values >= 0) & (values < plan.num_rows[table])
-    safe = torch.where(valid, values, 0)
-    chunk = plan.chunks[table]
-    shard = table * plan.world_size + torch.div(safe, chunk, rounding_mode="floor")
-    positions = torch.where(valid, plan.bases[shard] + safe % chunk, plan.total)
-    sorted_positions, order = torch.sort(positions, stable=True)
-    is_new = torch.ones(num_values, dtype=torch.int64, device=device)
-    if num_values:
-        is_new[1:] = (sorted_positions[1:] != sorted_positions[:-1]).to(torch.int64)
-    running = torch.cat([is_new.new_zeros(1), is_new.cumsum(0)])
-    send_counts = running[torch.searchsorted(sorted_positions, plan.boundaries)].diff()
-    return _Dedup(
-        order=order,
-        sorted_positions=sorted_positions,
-        distinct_of_sorted=running[1:] - 1,
-        send_counts=send_counts,
+def _rank_report(rank: int, columns: Sequence[int]) -> RankReport:
+    return RankReport(
+        rank=rank,
+        refused=bool(columns[0]),
+        malformed=columns[1],
+        malformed_feature=columns[2],
+        first_feature=columns[3],
+        first_id=columns[4],
+        num_out_of_range=columns[5],
     )
 
 
 class Exchanger:
-    """The exchanges of one module over one process group."""
+    """The id exchanges of one module over one grid of ranks."""
 
-    def __init__(self, groups: Sequence[Group], process_group: dist.ProcessGroup, device: torch.device) -> None:
-        self.process_group = process_group
-        self.world_size = process_group.size()
-        self.rank = process_group.rank()
-        self._groups = groups
+    def __init__(self, groups: Sequence[Group], grid: Grid, device: torch.device) -> None:
+        self._grid = grid
         self._device = device
-        self._plans = [_GroupPlan(group, self.world_size, device) for group in groups]
-        self._num_columns = NUM_FLAGS + sum(plan.num_tables for plan in self._plans)
+        self._sharded = [not group.replicated for group in groups]
+        self._plans = [
+            GroupPlan(
+                group, 1 if group.replicated else grid.num_shards, 1 if group.replicated else grid.num_replicas, device
+            )
+            for group in groups
+        ]
+        self._num_counts = sum(
+            plan.num_tables * plan.num_replicas
+            for plan, sharded in zip(self._plans, self._sharded, strict=True)
+            if sharded
+        )
 
     def refuse(self) -> None:
         """Tell the other ranks that this one has raised, in place of its counts."""
-        send = torch.zeros(self.world_size, self._num_columns, dtype=torch.int64, device=self._device)
+        send = torch.zeros(self._grid.num_shards, NUM_FLAGS + self._num_counts, dtype=torch.int64, device=self._device)
         send[:, 0] = 1
         send[:, 2:5] = -1
-        dist.all_to_all_single(torch.empty_like(send), send, group=self.process_group)
+        self._tell(send, report_ids=False)
 
     def exchange(
         self, batch: BatchIds, *, report_ids: bool
@@ -131,97 +95,130 @@ class Exchanger:
             Requests, the transfers they wait for, this rank's own report, and the ranks with faults; with faults there
             are no requests, on any rank.
         """
-        dedups = [deduplicate(ids, plan) for ids, plan in zip(batch.groups, self._plans, strict=True)]
-        summary = batch.summary
-        flags = torch.cat([summary.new_zeros(1), summary[:NUM_SUMMARY], summary[NUM_SUMMARY:].sum().view(1)])
-        rows = [flags.expand(self.world_size, NUM_FLAGS)]
-        rows += [dedup.send_counts.view(self.world_size, -1) for dedup in dedups]
-        send = torch.cat(rows, dim=1)
-        received = torch.empty_like(send)
-        dist.all_to_all_single(received, send, group=self.process_group)
-        # One transfer: own counts and report, and everyone's counts and flags.
-        host = DeviceVector(torch.cat([summary, send.flatten(), received.flatten()])).read()
-        own = summarise(host[: summary.numel()])
-        size = self.world_size * self._num_columns
-        sent = torch.tensor(host[summary.numel() : summary.numel() + size]).view(self.world_size, -1)
-        got = torch.tensor(host[summary.numel() + size :]).view(self.world_size, -1)
-        faults = [
-            fault
-            for fault in (self._rank_report(rank, got[rank].tolist()) for rank in range(self.world_size))
-            if fault.refused or fault.malformed or (report_ids and fault.num_out_of_range)
+        grid, summary = self._grid, batch.summary
+        found = [
+            find_distinct(ids, plan) if sharded else None
+            for ids, plan, sharded in zip(batch.groups, self._plans, self._sharded, strict=True)
         ]
+        flags = torch.cat([summary.new_zeros(1), summary[:NUM_SUMMARY], summary[NUM_SUMMARY:].sum().view(1)])
+        rows = [flags.expand(grid.num_shards, NUM_FLAGS)]
+        rows += [each.send_counts.view(grid.num_shards, -1) for each in found if each is not None]
+        send = torch.cat(rows, dim=1)
+        received, from_replicas = self._tell(send, report_ids=report_ids)
+        # One transfer: own counts and report, and everyone's counts and flags.
+        parts = [summary, send.flatten(), received.flatten(), from_replicas.flatten()]
+        host = torch.tensor(DeviceVector(torch.cat(parts)).read())
+        own, sent, got, others = host.split([part.numel() for part in parts])
+        report = summarise(own.tolist())
+        sent, got = sent.view_as(send), got.view_as(received)
+        others = others.view(from_replicas.shape)
+        faults = self._faults(got, others, report_ids)
         if faults:
-            return [], [], own, faults
+            return [], [], report, faults
         requests, works = [], []
-        column = NUM_FLAGS
-        for ids, plan, dedup in zip(batch.groups, self._plans, dedups, strict=True):
-            columns = slice(column, column + plan.num_tables)
-            request, work = self._send(ids, plan, dedup, sent[:, columns], got[:, columns])
+        column = 0
+        for ids, plan, each in zip(batch.groups, self._plans, found, strict=True):
+            if each is None:
+                local = order_locally(ids, plan)
+                requests.append(GroupRequest(ids=ids, rows=ids.values[:0], counts=[0] * plan.num_tables, local=local))
+                continue
+            shape = (grid.num_shards, plan.num_tables, plan.num_replicas)
+            width = plan.num_tables * plan.num_replicas
+            columns = slice(NUM_FLAGS + column, NUM_FLAGS + column + width)
+            request, work = self._send(ids, plan, each, sent[:, columns], got[:, columns].reshape(shape))
+            if plan.num_replicas > 1:
+                block = slice(1 + NUM_FLAGS + column * grid.num_shards // plan.num_replicas, None)
+                size = grid.num_shards * plan.num_tables
+                theirs = others[:, block][:, :size].reshape(grid.num_replicas, grid.num_shards, plan.num_tables)
+                request = self._with_replicas(request, got[:, columns].reshape(shape), theirs)
             requests.append(request)
             works.append(work)
-            column += plan.num_tables
-        return requests, works, own, faults
+            column += width
+        return requests, works, report, faults
 
-    @staticmethod
-    def _rank_report(rank: int, columns: Sequence[int]) -> RankReport:
-        return RankReport(
-            rank=rank,
-            refused=bool(columns[0]),
-            malformed=columns[1],
-            malformed_feature=columns[2],
-            first_feature=columns[3],
-            first_id=columns[4],
-            num_out_of_range=columns[5],
-        )
+    def _tell(self, send: Tensor, *, report_ids: bool) -> tuple[Tensor, Tensor]:
+        """Swap flags and counts in the sharding group, then, between replicas, what each group found.
+
+        Returns:
+            The rows of the group's ranks, (L, flags + counts); and per replica (M, 1 + flags + counts of this rank's
+            slice): rank of its group's first fault, its flags, and rows per (group of tables, source, table).
+        """
+        grid = self._grid
+        received = torch.empty_like(send)
+        dist.all_to_all_single(received, send, group=grid.shard_group)
+        if grid.replica_group is None:
+            return received, received.new_zeros(0, 1 + NUM_FLAGS)
+        bad = (received[:, 0] > 0) | (received[:, 1] > 0)
+        if report_ids:
+            bad = bad | (received[:, 5] > 0)
+        first = bad.to(torch.int8).argmax().view(1)
+        head = torch.cat([first, received[first[0], :NUM_FLAGS] * bad[first[0]]])
+        blocks = [head.expand(grid.num_replicas, -1)]
+        column = NUM_FLAGS
+        for plan, sharded in zip(self._plans, self._sharded, strict=True):
+            if sharded:
+                width = plan.num_tables * plan.num_replicas
+                counts = received[:, column : column + width].view(grid.num_shards, plan.num_tables, plan.num_replicas)
+                blocks.append(counts.permute(2, 0, 1).reshape(plan.num_replicas, -1))
+                column += width
+        told = torch.cat(blocks, dim=1)
+        from_replicas = torch.empty_like(told)
+        dist.all_to_all_single(from_replicas, told, group=grid.replica_group)
+        return received, from_replicas
+
+    def _faults(self, got: Tensor, others: Tensor, report_ids: bool) -> list[RankReport]:
+        grid = self._grid
+        found = [
+            _rank_report(grid.rank_of(rank, grid.replica_rank), got[rank].tolist()) for rank in range(grid.num_shards)
+        ]
+        for replica in range(others.shape[0]):
+            if replica != grid.replica_rank:
+                first, *flags = others[replica, : 1 + NUM_FLAGS].tolist()
+                found.append(_rank_report(grid.rank_of(first, replica), flags))
+        faults = [each for each in found if each.refused or each.malformed or (report_ids and each.num_out_of_range)]
+        return sorted(faults, key=lambda each: each.rank)
 
     def _send(
-        self, ids: GroupIds, plan: _GroupPlan, dedup: _Dedup, sent: Tensor, got: Tensor
+        self, ids: GroupIds, plan: GroupPlan, found: Distinct, sent: Tensor, got: Tensor
     ) -> tuple[GroupRequest, dist.Work]:
-        """Send one group's ids; ``sent`` and ``got`` are (R, T) counts on the host."""
+        """Send one group's ids; ``sent`` (L, T * M) and ``got`` (L, T, M) are counts on the host."""
         num_unique = int(sent.sum())
         # One slot more: all dropped ids share distinct number U.
-        distinct = dedup.sorted_positions.new_full((num_unique + 1,), plan.total)
-        distinct.scatter_(0, dedup.distinct_of_sorted, dedup.sorted_positions)
+        distinct = found.sorted_positions.new_full((num_unique + 1,), plan.total)
+        distinct.scatter_(0, found.distinct_of_sorted, found.sorted_positions)
         distinct = distinct[:num_unique]
-        local = distinct - plan.boundaries[torch.searchsorted(plan.boundaries, distinct, right=True) - 1]
-        inverse = torch.empty_like(dedup.order).scatter_(0, dedup.order, dedup.distinct_of_sorted)
+        local = distinct + plan.shifts[torch.searchsorted(plan.boundaries, distinct, right=True) - 1]
+        inverse = torch.empty_like(found.order).scatter_(0, found.order, found.distinct_of_sorted)
         starts = torch.searchsorted(
-            dedup.distinct_of_sorted, torch.arange(num_unique + 1, device=self._device, dtype=torch.int64)
+            found.distinct_of_sorted, torch.arange(num_unique + 1, device=self._device, dtype=torch.int64)
         )
-        send_splits, receive_splits = sent.sum(1).tolist(), got.sum(1).tolist()
+        send_splits, receive_splits = sent.sum(1).tolist(), got.sum((1, 2)).tolist()
         rows = local.new_empty(sum(receive_splits))
-        work = dist.all_to_all_single(rows, local, receive_splits, send_splits, group=self.process_group, async_op=True)
+        work = dist.all_to_all_single(
+            rows, local, receive_splits, send_splits, group=self._grid.shard_group, async_op=True
+        )
         assert work is not None
+        counts = got.sum(2)
         route = Route(
             inverse=inverse,
-            order=dedup.order,
+            order=found.order,
             starts=starts,
             num_unique=num_unique,
             send_splits=send_splits,
             receive_splits=receive_splits,
-            by_table=self._order_by_table(got),
+            by_table=block_order(counts, (1, 0), self._device) if plan.num_replicas == 1 else None,
         )
-        return GroupRequest(ids=ids, rows=rows, counts=got.sum(0).tolist(), route=route), work
+        return GroupRequest(ids=ids, rows=rows, counts=counts.sum(0).tolist(), route=route), work
 
-    def _order_by_table(self, got: Tensor) -> Tensor | None:
-        """Positions that bring ids received by (source, table) into (table, source) order."""
-        if got.shape[1] == 1:
-            return None
-        lengths = got.t().flatten()
-        source = (got.flatten().cumsum(0) - got.flatten()).view_as(got).t().flatten()
-        shift = source - (lengths.cumsum(0) - lengths)
-        total = int(lengths.sum())
-        moved = to_device(torch.stack([shift, lengths]), self._device)
-        return torch.arange(total, device=self._device) + torch.repeat_interleave(moved[0], moved[1], output_size=total)
-
-
-def exchange_rows(
-    rows: Tensor, *, send_splits: list[int], receive_splits: list[int], process_group: dist.ProcessGroup, extra: int
-) -> Tensor:
-    """All-to-all of rows (sum(send_splits), dim); the result has ``extra`` more rows at its end, of zeros."""
-    total = sum(receive_splits)
-    out = rows.new_empty(total + extra, rows.shape[1])
-    if extra:
-        out[total:].zero_()
-    dist.all_to_all_single(out[:total], rows.contiguous(), receive_splits, send_splits, group=process_group)
-    return out
+    def _with_replicas(self, request: GroupRequest, got: Tensor, theirs: Tensor) -> GroupRequest:
+        """Add the way from owner to slice: ``got`` (L, T, M) rows came here, ``theirs`` (M, L, T) stay here."""
+        route = ReplicaRoute(
+            to_slices=block_order(got, (2, 0, 1), self._device),
+            send_splits=got.sum((0, 1)).tolist(),
+            receive_splits=theirs.sum((1, 2)).tolist(),
+            from_slices=block_order(theirs, (2, 1, 0), self._device),
+            counts=theirs.sum((0, 1)).tolist(),
+        )
+        return GroupRequest(
+            ids=request.ids, rows=request.rows, counts=request.counts, route=request.route, replicas=route
+        )

@@ -15,7 +15,7 @@ __all__ = ["raise_local", "raise_ranks"]
 def _malformed(feature: FeatureConfig, count: int) -> str:
     return (
         f"feature {feature.name!r}: offsets must start at 0, never fall and end at the number of its values, got "
-        f"{count} places in the batch where they do not; build them as the cumulative sum of the bags' lengths behind a 0"
+        f"{count} places in the batch where they do not; build them as a 0 and the running sum of bag lengths"
     )
 
 

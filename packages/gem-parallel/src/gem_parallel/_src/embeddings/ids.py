@@ -44,7 +44,7 @@ class GroupIds:
 
     group: Group
     values: Tensor
-    """(N,) int64 global rows, by table, then feature; -1 to num_rows after the policy was applied."""
+    """(N,) int64 global rows, by table (or column shard of one), then feature; out of range only if dropped."""
     features: tuple[FeatureIds, ...]
     counts: tuple[int, ...]
     """Ids per table; they sum to N."""
@@ -118,15 +118,24 @@ def flatten_ids(
             f"exchange: `ids` must name configured features only, got {unknown[0]!r}; "
             f"the features are {', '.join(sorted(known)) or 'none'}"
         )
-    pairs = {name: check_feature(name, pair, device) for name, pair in ids.items()}
-    flat = [_flatten_group(pairs, group) for group in groups]
+    hashed = {
+        slot.config.name: group.tables[slot.table].config.num_rows
+        for group in groups
+        for slot in group.features
+        if group.tables[slot.table].config.hashed
+    }
+    pairs = {}
+    for name, pair in ids.items():
+        values, offsets = check_feature(name, pair, device)
+        pairs[name] = (hash_ids(values, hashed[name]) if name in hashed else values, offsets)
+    flat = [_flatten_group(pairs, group, device) for group in groups]
     summary = torch.zeros(NUM_SUMMARY + len(features), dtype=torch.int64, device=device)
     summary[1:NUM_SUMMARY] = -1
     checked = [_check_values(group_ids, summary, policy) for group_ids in flat]
     return BatchIds(groups=tuple(checked), summary=summary)
 
 
-def _flatten_group(pairs: Mapping[str, tuple[Tensor, Tensor]], group: Group) -> GroupIds:
+def _flatten_group(pairs: Mapping[str, tuple[Tensor, Tensor]], group: Group, device: torch.device) -> GroupIds:
     values, features = [], []
     counts = [0] * len(group.tables)
     start = 0
@@ -134,16 +143,14 @@ def _flatten_group(pairs: Mapping[str, tuple[Tensor, Tensor]], group: Group) -> 
         if slot.config.name not in pairs:
             continue
         ids, offsets = pairs[slot.config.name]
-        table = group.tables[slot.table].config
-        if table.hashed:
-            ids = hash_ids(ids, table.num_rows)
         end = start + ids.numel()
         features.append(FeatureIds(slot=slot, start=start, end=end, offsets=offsets))
         values.append(ids)
         counts[slot.table] += ids.numel()
         start = end
     if not values:
-        return GroupIds(group=group, values=torch.empty(0, dtype=torch.int64), features=(), counts=tuple(counts))
+        none = torch.empty(0, dtype=torch.int64, device=device)
+        return GroupIds(group=group, values=none, features=(), counts=tuple(counts))
     flat = values[0].contiguous() if len(values) == 1 else torch.cat(values)
     return GroupIds(group=group, values=flat, features=tuple(features), counts=tuple(counts))
 
@@ -159,13 +166,16 @@ def _check_values(group_ids: GroupIds, summary: Tensor, policy: IdPolicy) -> Gro
     lengths = torch.tensor([feature.offsets.numel() for feature in features])
     last = lengths.cumsum(0) - 1
     first = last + 1 - lengths
-    table = to_device([*first.tolist(), *last.tolist(), *sizes, *_rows_of(group_ids)], device).view(4, -1)
+    # A feature is reported once, for the first column shard of its table.
+    reported = [int(feature.slot.piece == 0) for feature in features]
+    numbers = [*first.tolist(), *last.tolist(), *sizes, *_rows_of(group_ids), *reported]
+    table = to_device(numbers, device).view(5, -1)
     falls = torch.cat([offsets.new_zeros(1, dtype=torch.bool), offsets[1:] < offsets[:-1]])
     # where one feature ends and the next begins the run falls by right
     falls.index_fill_(0, table[0], False)
     running = falls.cumsum(0)
     faults = running[table[1]] - running[table[0]]
-    faults = faults + (offsets[table[0]] != 0) + (offsets[table[1]] != table[2])
+    faults = (faults + (offsets[table[0]] != 0) + (offsets[table[1]] != table[2])) * table[4]
     slots = to_device([feature.slot.index for feature in features], device)
     malformed = faults.sum()
     worst = slots[(faults > 0).to(torch.int8).argmax()]
@@ -178,7 +188,7 @@ def _check_values(group_ids: GroupIds, summary: Tensor, policy: IdPolicy) -> Gro
     ends = table[2].cumsum(0)
     running = torch.cat([bad.new_zeros(1, dtype=torch.int64), bad.cumsum(0)])
     per_feature = running[ends] - running[ends - table[2]]
-    summary.index_add_(0, slots + NUM_SUMMARY, per_feature)
+    summary.index_add_(0, slots + NUM_SUMMARY, per_feature * table[4])
     position = bad.to(torch.int8).argmax().view(1)
     faulty = per_feature.sum() > 0
     where = torch.searchsorted(ends, position, right=True)

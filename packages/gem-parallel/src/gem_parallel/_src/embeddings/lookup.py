@@ -4,6 +4,8 @@ One node for all features of all groups: its backward runs, with all its collect
 gradient, so that a rank whose loss touches fewer features than its neighbours' still meets them in every exchange. Its
 first input is an anchor that always requires a gradient: a rank that owns none of the batch's rows, or has no ids,
 stays in the graph.
+
+Transfers of one group run while the next group computes, in both directions; all ranks start them in one order.
 """
 
 from __future__ import annotations
@@ -18,22 +20,94 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gem_parallel._src.embeddings.exchange import exchange_rows
+from gem_parallel._src.embeddings.grid import Grid
 from gem_parallel._src.embeddings.ids import FeatureIds
 from gem_parallel._src.embeddings.pending import GroupRequest
+from gem_parallel._src.embeddings.stores import (
+    FusedStore,
+    ReplicatedStore,
+    RowBlock,
+    ShardedStore,
+    SliceIds,
+    Store,
+    Update,
+)
+from gem_parallel._src.embeddings.wire import RowTransfer
 
-__all__ = ["Assemble", "RowBlock"]
+__all__ = ["Assemble", "Flight", "start_flights"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RowBlock:
-    """Rows that one engine looked up, for tables ``first_table`` up to ``first_table + num_tables``."""
+class Flight:
+    """One group's rows on their way to the rank that asked for them."""
 
-    group: int
-    first_table: int
-    num_tables: int
-    start: int
-    """Position of the block's first row among its group's rows in order of table."""
+    request: GroupRequest
+    store: Store
+    blocks: list[RowBlock]
+    rows: list[Tensor]
+    """Of each block; in the graph of the engine that updates them. Of a fused store only."""
+    transfer: RowTransfer | None
+    """Distinct rows from their owners; None in one process and for replicated tables."""
+    found: Tensor | None
+    """(N, dim) rows of a replicated group's values."""
+    slice_ids: SliceIds | None
+
+
+def start_flights(
+    requests: Sequence[GroupRequest],
+    stores: Sequence[Store],
+    *,
+    step: int | None,
+    grid: Grid | None,
+    wire_dtype: torch.dtype,
+) -> list[Flight]:
+    """Read rows and start sending them; ``step`` is None where nothing will be updated."""
+    for store in stores:
+        if isinstance(store, ShardedStore):
+            store.begin()
+    flights = []
+    for index, (request, store) in enumerate(zip(requests, stores, strict=True)):
+        blocks: list[RowBlock] = []
+        rows: list[Tensor] = []
+        found = slice_ids = transfer = None
+        if isinstance(store, FusedStore):
+            for block, block_rows in store.read(index, request, step):
+                blocks.append(block)
+                rows.append(block_rows)
+            if request.route is not None:
+                found = rows[0].detach() if len(rows) == 1 else torch.cat([each.detach() for each in rows])
+                if request.route.by_table is not None:
+                    found = torch.empty_like(found).index_copy_(0, request.route.by_table, found)
+        else:
+            with torch.no_grad():
+                if isinstance(store, ShardedStore) and step is not None:
+                    slice_ids = store.send_ids(request)
+                found = store.read(request)
+        if request.route is not None:
+            assert grid is not None
+            assert found is not None
+            transfer = RowTransfer(
+                found,
+                send_splits=request.route.receive_splits,
+                receive_splits=request.route.send_splits,
+                process_group=grid.shard_group,
+                wire_dtype=wire_dtype,
+                # Dropped ids read a row of zeros.
+                extra=1,
+            )
+            found = None
+        flights.append(
+            Flight(
+                request=request,
+                store=store,
+                blocks=blocks,
+                rows=rows,
+                transfer=transfer,
+                found=found,
+                slice_ids=slice_ids,
+            )
+        )
+    return flights
 
 
 class Assemble(torch.autograd.Function):
@@ -43,42 +117,75 @@ class Assemble(torch.autograd.Function):
     def forward(
         ctx: Any,
         anchor: Tensor,
-        requests: Sequence[GroupRequest],
-        blocks: Sequence[RowBlock],
-        process_group: dist.ProcessGroup | None,
+        flights: Sequence[Flight],
+        grid: Grid | None,
+        wire_dtype: torch.dtype,
+        update: Update | None,
         *rows: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.requests, ctx.blocks, ctx.process_group = requests, blocks, process_group
+        ctx.flights, ctx.grid, ctx.wire_dtype, ctx.update = flights, grid, wire_dtype, update
         ctx.shapes = [block_rows.shape for block_rows in rows]
         outputs: list[Tensor] = []
-        for index, request in enumerate(requests):
-            mine = [(block, rows[at]) for at, block in enumerate(blocks) if block.group == index]
-            if request.route is None:
-                outputs += _local_outputs(request, mine)
+        first = 0
+        for flight in flights:
+            blocks = list(zip(flight.blocks, rows[first : first + len(flight.blocks)], strict=True))
+            first += len(flight.blocks)
+            if flight.transfer is not None:
+                outputs += _routed_outputs(flight.request, flight.transfer.wait())
+            elif flight.found is not None:
+                block = RowBlock(group=0, first_table=0, num_tables=len(flight.request.counts), start=0)
+                outputs += _local_outputs(flight.request, [(block, flight.found)])
             else:
-                assert process_group is not None
-                outputs += _routed_outputs(request, [each for _, each in mine], process_group)
+                outputs += _local_outputs(flight.request, blocks)
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        found: list[Tensor | None] = [None] * len(ctx.blocks)
+        grid, update = ctx.grid, ctx.update
+        shapes, found = list(ctx.shapes), []
         first = 0
-        for index, request in enumerate(ctx.requests):
-            features = request.ids.features
-            mine = list(grads[first : first + len(features)])
-            first += len(features)
-            places = [at for at, block in enumerate(ctx.blocks) if block.group == index]
-            blocks = [ctx.blocks[at] for at in places]
-            if request.route is None:
-                parts = _local_gradients(request, blocks, [ctx.shapes[at] for at in places], mine)
+        # Everyone's sums leave first; then, as they arrive, they go on to the slices or into the engines' backward.
+        sent: list[RowTransfer | None] = []
+        added: dict[int, tuple[Tensor, dist.Work | None]] = {}
+        for at, flight in enumerate(ctx.flights):
+            num_features = len(flight.request.ids.features)
+            mine = list(grads[first : first + num_features])
+            first += num_features
+            if isinstance(flight.store, ReplicatedStore):
+                total = _dense_gradients(flight.request, flight.store.num_rows, mine)
+                added[at] = total, dist.all_reduce(total, group=grid.flat.get_group(), async_op=True)
+                sent.append(None)
+            elif flight.request.route is not None:
+                sent.append(_send_gradients(flight.request, mine, grid, ctx.wire_dtype))
             else:
-                parts = _routed_gradients(request, blocks, mine, ctx.process_group)
-            for at, part in zip(places, parts, strict=True):
-                found[at] = part
-        return (None, None, None, None, *found)
+                sent.append(None)
+                found += _local_gradients(flight.request, flight.blocks, shapes[: len(flight.blocks)], mine)
+            shapes = shapes[len(flight.blocks) :]
+        arrived: list[Tensor | None] = []
+        onward: list[RowTransfer | None] = []
+        for flight, transfer in zip(ctx.flights, sent, strict=True):
+            received = None if transfer is None else transfer.wait()
+            way = None
+            if received is not None and isinstance(flight.store, FusedStore):
+                found += _split_by_block(flight.request, flight.blocks, received)
+            elif received is not None:
+                way = flight.store.send_gradients(flight.request, received)
+            arrived.append(received)
+            onward.append(way)
+        for at, (flight, received, way) in enumerate(zip(ctx.flights, arrived, onward, strict=True)):
+            if isinstance(flight.store, ReplicatedStore):
+                total, work = added[at]
+                assert work is not None
+                work.wait()
+                flight.store.update(total, update)
+            elif isinstance(flight.store, ShardedStore):
+                ids = flight.request.rows if flight.slice_ids is None else flight.slice_ids.wait()
+                grad = received if way is None else way.wait()
+                assert grad is not None
+                flight.store.update(flight.request, ids, grad, update)
+        return (None, None, None, None, None, *found)
 
 
 def _pool(rows: Tensor, index: Tensor, feature: FeatureIds) -> Tensor:
@@ -106,19 +213,10 @@ def _covers(block: RowBlock, feature: FeatureIds) -> bool:
     return block.first_table <= feature.slot.table < block.first_table + block.num_tables
 
 
-def _routed_outputs(request: GroupRequest, rows: Sequence[Tensor], process_group: dist.ProcessGroup) -> list[Tensor]:
+def _routed_outputs(request: GroupRequest, distinct: Tensor) -> list[Tensor]:
+    """Outputs from the distinct rows (U + 1, dim), the last one zero."""
     route = request.route
     assert route is not None
-    found = rows[0] if len(rows) == 1 else torch.cat(list(rows))
-    if route.by_table is not None:
-        found = torch.empty_like(found).index_copy_(0, route.by_table, found)
-    distinct = exchange_rows(
-        found,
-        send_splits=route.receive_splits,
-        receive_splits=route.send_splits,
-        process_group=process_group,
-        extra=1,
-    )
     outputs = []
     for feature in request.ids.features:
         index = route.inverse[feature.start : feature.end]
@@ -164,18 +262,11 @@ def _local_gradients(
     return found
 
 
-def _routed_gradients(
-    request: GroupRequest,
-    blocks: Sequence[RowBlock],
-    grads: Sequence[Tensor | None],
-    process_group: dist.ProcessGroup,
-) -> list[Tensor]:
-    """Sum over this rank's equal ids, then send each sum to the row's owner."""
-    route, features = request.route, request.ids.features
-    assert route is not None
-    device, dim = request.rows.device, request.ids.group.dim
+def _sources(request: GroupRequest, grads: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+    """Gradients of all bags and values of a batch (S, dim), and which of them each value gets (N,)."""
+    device, dim = request.ids.values.device, request.ids.group.dim
     sources, index, base = [], [], 0
-    for feature, grad in zip(features, grads, strict=True):
+    for feature, grad in zip(request.ids.features, grads, strict=True):
         num_ids = feature.end - feature.start
         pooled = feature.slot.config.pooling != "none"
         size = feature.num_bags if pooled else num_ids
@@ -187,21 +278,48 @@ def _routed_gradients(
             index.append(torch.arange(base, base + num_ids, device=device))
             sources.append(torch.zeros(size, dim, device=device) if grad is None else grad)
         base += size
+    return torch.cat(sources), torch.cat(index)
+
+
+def _send_gradients(
+    request: GroupRequest, grads: Sequence[Tensor | None], grid: Grid, wire_dtype: torch.dtype
+) -> RowTransfer:
+    """Sum over this rank's equal ids, then start sending each sum to the row's owner."""
+    route = request.route
+    assert route is not None
     if route.num_unique:
+        sources, index = _sources(request, grads)
         # starts has one entry more than there are distinct ids: where the dropped ones begin, which get no gradient.
-        in_order = torch.cat(index).index_select(0, route.order)
-        total = F.embedding_bag(in_order, torch.cat(sources), route.starts, mode="sum", include_last_offset=False)[
-            : route.num_unique
-        ]
+        total = F.embedding_bag(index.index_select(0, route.order), sources, route.starts, mode="sum")
+        total = total[: route.num_unique]
     else:
-        total = torch.zeros(0, dim, device=device)
-    received = exchange_rows(
+        total = torch.zeros(0, request.ids.group.dim, device=request.ids.values.device)
+    return RowTransfer(
         total,
         send_splits=route.send_splits,
         receive_splits=route.receive_splits,
-        process_group=process_group,
-        extra=0,
+        process_group=grid.shard_group,
+        wire_dtype=wire_dtype,
     )
+
+
+def _dense_gradients(request: GroupRequest, num_rows: int, grads: Sequence[Tensor | None]) -> Tensor:
+    """(num_rows, dim + 1): this rank's sum per row of a replicated group, and whether it names the row."""
+    local = request.local
+    assert local is not None
+    dim = request.ids.group.dim
+    total = torch.zeros(num_rows, dim + 1, device=request.ids.values.device)
+    if local.rows.numel():
+        sources, index = _sources(request, grads)
+        sums = F.embedding_bag(index.index_select(0, local.order), sources, local.starts, mode="sum")
+        total[:, :dim] = sums[:num_rows]
+        total[:, dim] = local.starts.diff() > 0
+    return total
+
+
+def _split_by_block(request: GroupRequest, blocks: Sequence[RowBlock], received: Tensor) -> list[Tensor]:
+    route = request.route
+    assert route is not None
     if route.by_table is not None:
         received = received.index_select(0, route.by_table)
     ends = [block.start for block in blocks[1:]] + [received.shape[0]]

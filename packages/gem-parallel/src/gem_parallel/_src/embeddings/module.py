@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from gem_parallel._src.embeddings import build
+from gem_parallel._src.embeddings.build import Storage, make_engines, make_store
 from gem_parallel._src.embeddings.config import (
     FeatureConfig,
     IdPolicy,
@@ -17,18 +20,20 @@ from gem_parallel._src.embeddings.config import (
     check_choice,
     check_configs,
 )
-from gem_parallel._src.embeddings.engine import Engine, FbgemmEngine
+from gem_parallel._src.embeddings.engine import Engine
 from gem_parallel._src.embeddings.exchange import Exchanger
 from gem_parallel._src.embeddings.faults import raise_local, raise_ranks
+from gem_parallel._src.embeddings.grid import make_grid
 from gem_parallel._src.embeddings.ids import BatchReport, flatten_ids
 from gem_parallel._src.embeddings.initial import fill_initial
-from gem_parallel._src.embeddings.layout import Group, TableShard, check_local_rows, make_groups, make_shards
+from gem_parallel._src.embeddings.layout import check_local_rows, make_groups, make_shards
 from gem_parallel._src.embeddings.local import pooled_outputs
-from gem_parallel._src.embeddings.lookup import Assemble, RowBlock
+from gem_parallel._src.embeddings.lookup import Assemble, Flight, start_flights
 from gem_parallel._src.embeddings.pending import GroupRequest, Pending
-from gem_parallel._src.embeddings.state import load_tables, save_tables
-from gem_parallel._src.embeddings.torch_engine import TorchEngine, needs_torch_engine
+from gem_parallel._src.embeddings.state import LocalTable, load_tables, save_tables
+from gem_parallel._src.embeddings.stores import ShardedStore, Store, Update
 from gem_parallel._src.embeddings.transfer import DeviceVector
+from gem_parallel._src.embeddings.wire import WIRE_DTYPES
 from gem_parallel._src.engine_report import require_fbgemm
 
 __all__ = ["ShardedEmbeddings"]
@@ -49,7 +54,8 @@ class ShardedEmbeddings(nn.Module):
         tables: The tables; names unique.
         features: The streams of ids; several may share a table.
         optimizer: Fused optimizer of all tables.
-        mesh: Mesh of the ranks that share the tables (``ParallelMesh.sparse``); None is one process.
+        mesh: The ranks that hold the tables (``ParallelMesh.sparse``); None is one process. With sparse_replicate = M
+            above 1, sparse_shard ranks hold a copy of the tables together and each keeps 1 / M of its part at rest.
         device: Where the tables live and ids are expected; default: the mesh's device type, else the CPU. ``to()`` does
             not move tables.
         seed: Initial weights depend on (seed, table name, row) only, not on the ranks.
@@ -58,6 +64,12 @@ class ShardedEmbeddings(nn.Module):
             everywhere, by random bits that depend on (seed, table name, row, column, step) only.
         id_policy: What an id outside [0, num_rows) does. error: IndexError; drop: the zero vector and no gradient;
             clamp: the nearest row. Counted in every case, see ``out_of_range_counts``.
+        wire_dtype: float32, float16, bfloat16 or float8_e4m3fn: what rows and gradients are rounded to while they
+            travel between ranks. float16 and float8_e4m3fn rows carry a power of two each, so that none overflows or
+            vanishes. Sums and updates are float32. Rows that a rank asks of itself are rounded, too; replicated
+            tables and the gather of slices are not.
+        keep_gathered: With replicas, keep the gathered tables from one lookup to the next update. By default they are
+            freed after each lookup; an update needs no gathered copy.
 
     Raises:
         ImportError: fbgemm-gpu is missing or does not load; the message has the pip line.
@@ -75,6 +87,8 @@ class ShardedEmbeddings(nn.Module):
         seed: int = 0,
         weight_dtype: torch.dtype = torch.float32,
         id_policy: IdPolicy = "error",
+        wire_dtype: torch.dtype = torch.float32,
+        keep_gathered: bool = False,
     ) -> None:
         super().__init__()
         check_configs(tables, features)
@@ -84,39 +98,52 @@ class ShardedEmbeddings(nn.Module):
                 "ShardedEmbeddings: `weight_dtype` must be torch.float32, torch.float16 or torch.bfloat16, "
                 f"got {weight_dtype}"
             )
-        if mesh is not None and mesh.ndim == 2 and mesh.size(0) == 1:
-            mesh = mesh[(mesh.mesh_dim_names or ())[1]]
-        if mesh is not None and mesh.ndim != 1:
+        if wire_dtype not in WIRE_DTYPES:
             raise ValueError(
-                "ShardedEmbeddings: `mesh` must have one axis, or two of which the first has one rank, got "
-                f"{mesh.ndim} axes of {tuple(mesh.shape)}; pass ParallelMesh.sparse with sparse_replicate=1"
+                f"ShardedEmbeddings: `wire_dtype` must be one of {', '.join(map(str, WIRE_DTYPES))}, got {wire_dtype}"
             )
         require_fbgemm("ShardedEmbeddings")
         self.tables = tuple(tables)
         self.features = tuple(features)
         self.optimizer = optimizer
         self.id_policy = id_policy
+        self.wire_dtype = wire_dtype
         self.device = _resolve_device(device, mesh)
         several = mesh is not None and needs_exchange(mesh)
-        self._mesh = mesh if several else None
-        self._rank = mesh.get_local_rank() if mesh is not None and several else 0
-        self._shards = make_shards(self.tables, mesh.size() if mesh is not None else 1)
+        num_shards, num_replicas = _shape_of(mesh) if mesh is not None and several else (1, 1)
+        self._shards = make_shards(self.tables, num_shards, num_replicas)
         check_local_rows(self._shards)
-        self._groups = make_groups(self._shards, self.features)
+        self._groups = make_groups(self._shards, self.features, joint_columns=optimizer.kind == "rowwise_adagrad")
+        pieces = [shard.num_pieces for shard in self._shards if shard.num_pieces > 1]
+        self._grid = make_grid(mesh, pieces) if mesh is not None and several else None
+        self._rank = self._grid.rank if self._grid is not None else 0
+        storage = Storage(
+            optimizer=optimizer,
+            weight_dtype=weight_dtype,
+            wire_dtype=wire_dtype,
+            keep_gathered=keep_gathered,
+            device=self.device,
+            seed=seed,
+        )
+        shard_rank = self._grid.shard_rank if self._grid is not None else 0
+        replica_rank = self._grid.replica_rank if self._grid is not None else 0
         # Lists of plain objects: fbgemm's parameters and buffers must not become the model's.
         self._engines: list[list[Engine]] = [
-            _make_engines(group, self._rank, optimizer, weight_dtype, self.device, seed) for group in self._groups
+            make_engines(group, shard_rank, replica_rank, storage) for group in self._groups
+        ]
+        self._stores: list[Store] = [
+            make_store(group, engines, self._grid, storage)
+            for group, engines in zip(self._groups, self._engines, strict=True)
         ]
         # Adam's bias correction and stochastic rounding count the updates.
         self._counts_steps = optimizer.kind == "adam" or weight_dtype == torch.bfloat16
-        self._exchanger = (
-            Exchanger(self._groups, mesh.get_group(), self.device) if mesh is not None and several else None
-        )
+        self._exchanger = Exchanger(self._groups, self._grid, self.device) if self._grid is not None else None
         self._step = 0
+        self._learning_rate = optimizer.learning_rate
         self._out_of_range = [0] * len(self.features)
         self._anchor = torch.zeros(0, device=self.device, requires_grad=True)
-        for shard, weight, _ in self._local_tables():
-            fill_initial(weight, shard, self._rank, seed)
+        for table in self._local_tables():
+            fill_initial(table.weight, table.shard, table.first_row, table.last_row, seed)
 
     def exchange(self, ids: Mapping[str, tuple[Tensor, Tensor]]) -> Pending:
         """Check a batch's ids and start moving them to the ranks that own their rows.
@@ -162,19 +189,17 @@ class ShardedEmbeddings(nn.Module):
             pending.ready.record()
         return pending
 
-    def lookup(self, pending: Pending) -> dict[str, Tensor]:
-        """Rows of the batch, pooled.
+    def start_lookup(self, pending: Pending) -> None:
+        """Read the batch's rows and start sending them home; ``lookup`` of the same batch then only waits for them.
 
-        Differentiable in training mode with gradients enabled: backward updates the tables. Otherwise (``eval()`` or
-        ``torch.no_grad()``) nothing changes and Adam's step is not counted.
-
-        Returns:
-            Feature -> (num_bags, dim) for sum and mean, zeros for an empty bag; (N, dim) for none; float32. Features
-            that the batch left out are absent.
+        Call it as soon as the previous batch's backward is done, and run what needs no embeddings in between. All
+        ranks call it, or none. With replicas it gathers the slices of the tables first.
 
         Raises:
             IndexError, ValueError: as ``exchange``, in one process on CUDA.
         """
+        if pending.started is not None:
+            raise ValueError("start_lookup: `pending` must be a batch that was not looked up, got one that was")
         self._settle(pending)
         for work in pending.works:
             work.wait()
@@ -192,52 +217,60 @@ class ShardedEmbeddings(nn.Module):
             for engines in self._engines:
                 for engine in engines:
                     engine.clear_scratch()
+        flights: list[Flight] | None = None
+        if self._exchanger is not None or not build.engines_pool(self.device):
+            flights = start_flights(
+                pending.requests, self._stores, step=step, grid=self._grid, wire_dtype=self.wire_dtype
+            )
+        pending.started = Started(step=step, learning_rate=self._learning_rate, flights=flights)
+
+    def lookup(self, pending: Pending) -> dict[str, Tensor]:
+        """Rows of the batch, pooled.
+
+        Differentiable in training mode with gradients enabled: backward updates the tables. Otherwise (``eval()`` or
+        ``torch.no_grad()``) nothing changes and Adam's step is not counted.
+
+        Returns:
+            Feature -> (num_bags, dim) for sum and mean, zeros for an empty bag; (N, dim) for none; float32. Features
+            that the batch left out are absent.
+
+        Raises:
+            IndexError, ValueError: as ``exchange``, in one process on CUDA.
+        """
+        if pending.started is None:
+            self.start_lookup(pending)
+        started = pending.started
+        assert started is not None
+        if started.done:
+            raise ValueError("lookup: `pending` must be a batch that was not looked up, got one that was")
+        started.done = True
         outputs: list[Tensor] = []
-        if self._exchanger is None and engines_pool(self.device):
+        if started.flights is None:
             for request, engines in zip(pending.requests, self._engines, strict=True):
-                outputs += pooled_outputs(request, engines, step, self._anchor)
+                outputs += pooled_outputs(request, engines, started.step, self._anchor)
         else:
-            outputs += self._assembled_outputs(pending, step)
-        names = [feature.slot.config.name for request in pending.requests for feature in request.ids.features]
-        by_name = dict(zip(names, outputs, strict=True))
-        return {feature.name: by_name[feature.name] for feature in self.features if feature.name in by_name}
-
-    def _assembled_outputs(self, pending: Pending, step: int | None) -> Sequence[Tensor]:
-        blocks, rows = [], []
-        for index, (request, engines) in enumerate(zip(pending.requests, self._engines, strict=True)):
-            for block, found in self._lookup_group(index, request, engines, step):
-                blocks.append(block)
-                rows.append(found)
-        group = None if self._exchanger is None else self._exchanger.process_group
-        with torch.set_grad_enabled(step is not None):
-            return Assemble.apply(self._anchor, pending.requests, blocks, group, *rows)
-
-    def _lookup_group(
-        self, index: int, request: GroupRequest, engines: Sequence[Engine], step: int | None
-    ) -> list[tuple[RowBlock, Tensor]]:
-        ids = request.rows
-        if request.route is not None and request.route.by_table is not None:
-            ids = ids.index_select(0, request.route.by_table)
-        found = []
-        table = start = 0
-        for engine in engines:
-            counts = list(request.counts[table : table + engine.num_tables])
-            total = sum(counts)
-            block = RowBlock(group=index, first_table=table, num_tables=engine.num_tables, start=start)
-            if total:
-                rows = engine.lookup(ids[start : start + total], counts, None, step)
-            else:
-                # No kernel sees an empty batch.
-                rows = torch.zeros(0, request.ids.group.dim, device=self.device)
-            found.append((block, rows))
-            table += engine.num_tables
-            start += total
+            rows = [each for flight in started.flights for each in flight.rows]
+            update = None
+            if started.step is not None:
+                update = Update(step=started.step, learning_rate=started.learning_rate)
+            with torch.set_grad_enabled(started.step is not None):
+                outputs += Assemble.apply(self._anchor, started.flights, self._grid, self.wire_dtype, update, *rows)
+        slots = [feature.slot for request in pending.requests for feature in request.ids.features]
+        by_name: dict[str, list[tuple[int, Tensor]]] = {}
+        for slot, output in zip(slots, outputs, strict=True):
+            by_name.setdefault(slot.config.name, []).append((slot.piece, output))
+        found = {}
+        for feature in self.features:
+            parts = [output for _, output in sorted(by_name.get(feature.name, []), key=lambda part: part[0])]
+            if parts:
+                found[feature.name] = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         return found
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the sparse optimizer's step size, from the next lookup on."""
         if not learning_rate >= 0 or learning_rate == float("inf"):
             raise ValueError(f"set_learning_rate: `learning_rate` must be finite and at least 0, got {learning_rate}")
+        self._learning_rate = learning_rate
         for engines in self._engines:
             for engine in engines:
                 engine.set_learning_rate(learning_rate)
@@ -261,18 +294,22 @@ class ShardedEmbeddings(nn.Module):
             total + count for total, count in zip(self._out_of_range, report.out_of_range, strict=True)
         ]
 
-    def _local_tables(self) -> list[tuple[TableShard, Tensor, dict[str, Tensor]]]:
-        """Every table with this rank's weight (rows, dim), perhaps of no rows, and optimizer state."""
+    def _local_tables(self) -> list[LocalTable]:
+        """Every table, or column shard of one, with this rank's rows, perhaps none, and optimizer state."""
         found = []
         for group, engines in zip(self._groups, self._engines, strict=True):
             weights = [weight for engine in engines for weight in engine.weights()]
             states = [state for engine in engines for state in engine.states()]
-            found += list(zip(group.tables, weights, states, strict=True))
+            for shard, weight, state in zip(group.tables, weights, states, strict=True):
+                first, last = (0, shard.config.num_rows)
+                if self._grid is not None:
+                    first, last = shard.slice_of(self._grid.shard_rank, self._grid.replica_rank)
+                found.append(LocalTable(shard=shard, weight=weight, state=state, first_row=first, last_row=last))
         return found
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         step = self._step if self._counts_steps else None
-        destination.update(save_tables(self._local_tables(), prefix, self._rank, self._mesh, step))
+        destination.update(save_tables(self._local_tables(), prefix, self._grid, step))
 
     def _load_from_state_dict(
         self,
@@ -284,9 +321,10 @@ class ShardedEmbeddings(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        loaded = load_tables(
-            self._local_tables(), state_dict, prefix, self._rank, self._mesh, self._counts_steps, strict
-        )
+        loaded = load_tables(self._local_tables(), state_dict, prefix, self._grid, self._counts_steps, strict)
+        for store in self._stores:
+            if isinstance(store, ShardedStore) and store.gathered is not None:
+                store.gathered.stale()
         missing_keys += loaded.missing
         unexpected_keys += loaded.unexpected
         error_msgs += loaded.errors
@@ -295,12 +333,34 @@ class ShardedEmbeddings(nn.Module):
 
     def extra_repr(self) -> str:
         """Tables with their placement, for ``print``."""
-        lines = [
-            f"{shard.config.name}: {shard.config.num_rows} x {shard.config.dim}, "
-            + ("row_wise" if shard.row_wise else f"table_wise on rank {shard.owner}")
-            for shard in self._shards
-        ]
+        lines = []
+        for shard in self._shards:
+            columns = f", columns from {shard.first_column}" if shard.num_pieces > 1 else ""
+            place = {"rows": "row_wise", "replicated": "replicated", "whole": f"on rank {shard.owner}"}[shard.kind]
+            lines.append(f"{shard.config.name}: {shard.config.num_rows} x {shard.dim}{columns}, {place}")
+        if self._grid is not None:
+            lines.append(f"{self._grid.num_shards} ranks hold a copy, {self._grid.num_replicas} replicas")
         return "\n".join([*lines, f"optimizer={self.optimizer.kind}, id_policy={self.id_policy}"])
+
+
+@dataclass(slots=True, kw_only=True)
+class Started:
+    """A lookup that runs."""
+
+    step: int | None
+    learning_rate: float
+    flights: list[Flight] | None
+    """None where the engines pool themselves."""
+    done: bool = False
+
+
+def _shape_of(mesh: DeviceMesh) -> tuple[int, int]:
+    """(ranks of a sharding group, replicas)."""
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim == 2 and "sparse_replicate" in names:
+        replicas = mesh.size(names.index("sparse_replicate"))
+        return mesh.size() // replicas, replicas
+    return mesh.size(), 1
 
 
 def _resolve_device(device: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:
@@ -317,40 +377,3 @@ def _resolve_device(device: torch.device | str | None, mesh: DeviceMesh | None) 
 def needs_exchange(mesh: DeviceMesh) -> bool:
     """Whether ids travel."""
     return mesh.size() > 1
-
-
-def engines_pool(device: torch.device) -> bool:
-    """Whether each table has an engine of its own, which sums over bags; else one unpooled engine per dim."""
-    return device.type == "cpu"
-
-
-def _make_engines(
-    group: Group,
-    rank: int,
-    optimizer: SparseOptimizerConfig,
-    weight_dtype: torch.dtype,
-    device: torch.device,
-    seed: int,
-) -> list[Engine]:
-    rows = [shard.num_local_rows(rank) for shard in group.tables]
-    if needs_torch_engine(optimizer, weight_dtype, device):
-        return [
-            TorchEngine(
-                num_rows=[shard.num_local_rows(rank)],
-                dim=group.dim,
-                optimizer=optimizer,
-                weight_dtype=weight_dtype,
-                device=device,
-                name=shard.config.name,
-                seed=seed,
-                first_row=shard.rows_of(rank)[0],
-            )
-            for shard in group.tables
-        ]
-    pools = engines_pool(device)
-    return [
-        FbgemmEngine(
-            num_rows=part, dim=group.dim, optimizer=optimizer, weight_dtype=weight_dtype, device=device, pools=pools
-        )
-        for part in ([[each] for each in rows] if pools else [rows])
-    ]

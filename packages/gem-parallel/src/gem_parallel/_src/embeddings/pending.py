@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,26 +13,55 @@ from torch import Tensor
 from gem_parallel._src.embeddings.ids import BatchReport, GroupIds, summarise
 from gem_parallel._src.embeddings.transfer import DeviceVector
 
-__all__ = ["GroupRequest", "Pending", "Route"]
+__all__ = ["GroupRequest", "LocalOrder", "Pending", "ReplicaRoute", "Route"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    """How one group's ids travel. U distinct valid ids of this rank, M ids received, R ranks, T tables."""
+    """How one group's ids travel. U distinct valid ids of this rank, N ids received, L ranks, T tables, M replicas."""
 
     inverse: Tensor
-    """(N,) int64: distinct id of each value; U for a dropped one."""
+    """(N_own,) int64: distinct id of each value; U for a dropped one."""
     order: Tensor
-    """(N,) int64: values sorted by distinct id, equal ones in batch order."""
+    """(N_own,) int64: values sorted by distinct id, equal ones in batch order."""
     starts: Tensor
     """(U + 1,) int64: where each distinct id, and then the dropped ones, begin in ``order``."""
     num_unique: int
     send_splits: list[int]
-    """(R,) distinct ids per owner; they sum to U."""
+    """(L,) distinct ids per owner; they sum to U."""
     receive_splits: list[int]
-    """(R,) ids per source; they sum to M."""
+    """(L,) ids per source; they sum to N."""
     by_table: Tensor | None
-    """(M,) int64: position among the received ids of each id in order of table, then source; None if equal."""
+    """(N,) int64: position among the received ids of each id in order of table, then source; None if equal."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaRoute:
+    """How gradients travel from this owner to the replicas that keep the rows, and the like from the others."""
+
+    to_slices: Tensor | None
+    """(N,) int64: brings what was received, by (source, table, slice), into order of slice; None if it is."""
+    send_splits: list[int]
+    """(M,) rows per replica's slice; they sum to N."""
+    receive_splits: list[int]
+    """(M,) rows of this rank's slice per replica; they sum to K."""
+    from_slices: Tensor | None
+    """(K,) int64: brings what the replicas sent, by (replica, source, table), into order of (table, source, replica),
+    so that a row's gradients are added in order of rank."""
+    counts: list[int]
+    """(T,) rows of this rank's slice per table; they sum to K."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalOrder:
+    """The values of a replicated group by row."""
+
+    rows: Tensor
+    """(N_own,) int64: position in the tables laid one after the other; their total for a dropped id."""
+    order: Tensor
+    """(N_own,) int64: values sorted by ``rows``, equal ones in batch order."""
+    starts: Tensor
+    """(total + 1,) int64: where each row, and then the dropped ids, begin in ``order``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,11 +70,14 @@ class GroupRequest:
 
     ids: GroupIds
     rows: Tensor
-    """(M,) int64 local rows: in order of table in one process, else as received, by source and table."""
+    """(N,) int64. In one process: rows in order of table. Else as received, by source and table: rows of the owner's
+    table, or with replicas positions in its gathered copy. Empty for a replicated group."""
     counts: Sequence[int]
-    """Rows per table; they sum to M."""
-    route: Route | None
-    """None in one process."""
+    """Rows per table; they sum to N."""
+    route: Route | None = None
+    replicas: ReplicaRoute | None = None
+    local: LocalOrder | None = None
+    """Of a replicated group. All three are None in one process."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,6 +91,8 @@ class Pending:
     """The check's result while it is still to be read (one process)."""
     ready: torch.cuda.Event | None
     """Recorded on the stream that ran ``exchange``."""
+    started: Any = None
+    """What ``start_lookup`` has begun."""
 
     def report(self) -> BatchReport | None:
         """Read the check's result once; None when it was read before."""
@@ -74,4 +109,9 @@ class Pending:
             if request.route is not None:
                 found += [request.route.inverse, request.route.order, request.route.starts]
                 found += [] if request.route.by_table is None else [request.route.by_table]
+            if request.replicas is not None:
+                moved = (request.replicas.to_slices, request.replicas.from_slices)
+                found += [each for each in moved if each is not None]
+            if request.local is not None:
+                found += [request.local.rows, request.local.order, request.local.starts]
         return found

@@ -9,13 +9,63 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from gem_parallel._src.embeddings.grid import Grid
 from gem_parallel._src.embeddings.layout import TableShard
 
-__all__ = ["LoadResult", "load_tables", "save_tables"]
+__all__ = ["LoadResult", "LocalTable", "load_tables", "save_tables"]
 
-LocalTable = tuple[TableShard, Tensor, dict[str, Tensor]]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalTable:
+    """A table, or a column shard of one, as this rank keeps it."""
+
+    shard: TableShard
+    weight: Tensor
+    """(last_row - first_row, shard.dim)"""
+    state: dict[str, Tensor]
+    """Moment -> (rows,) or (rows, shard.dim) float32."""
+    first_row: int
+    last_row: int
+
+    def entries(self, prefix: str) -> dict[str, Tensor]:
+        """State dict key -> this rank's part."""
+        start = f"{prefix}tables.{self.shard.config.name}."
+        return {f"{start}weight": self.weight, **{start + name: tensor for name, tensor in self.state.items()}}
+
+    def step_key(self, prefix: str) -> str:
+        """Key of the number of training lookups."""
+        return f"{prefix}tables.{self.shard.config.name}.step"
+
+    def full_shape(self, part: Tensor) -> tuple[int, ...]:
+        """Shape of the whole tensor that ``part`` is of."""
+        config = self.shard.config
+        return (config.num_rows, config.dim) if part.dim() == 2 else (config.num_rows,)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How a table's tensors lie: None is a plain tensor, the same on every rank that has it."""
+
+    mesh: DeviceMesh | None
+    placements: tuple[Placement, ...] = ()
+
+
+def _layout_of(shard: TableShard, part: Tensor, grid: Grid | None) -> _Layout | None:
+    """None if this rank has nothing of the table."""
+    if grid is None or shard.kind == "replicated":
+        return _Layout(None)
+    if shard.kind == "rows":
+        return _Layout(grid.flat, (Shard(0),))
+    if shard.owner != grid.shard_rank:
+        return None
+    rows = () if grid.replicas is None else (Shard(0),)
+    if shard.num_pieces > 1:
+        # A moment of one number per row is the same for all column shards.
+        column: Placement = Shard(1) if part.dim() == 2 else Replicate()
+        return _Layout(grid.columns[shard.num_pieces], (column, *rows))
+    return _Layout(grid.replicas, rows)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,36 +78,30 @@ class LoadResult:
     step: int | None = None
 
 
-def _keys(name: str, local: Tensor, state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """State dict key -> this rank's rows, of one table."""
-    return {
-        f"{prefix}tables.{name}.weight": local,
-        **{f"{prefix}tables.{name}.{suffix}": tensor for suffix, tensor in state.items()},
-    }
-
-
-def save_tables(
-    tables: Sequence[LocalTable], prefix: str, rank: int, mesh: DeviceMesh | None, step: int | None
-) -> dict[str, Tensor]:
+def save_tables(tables: Sequence[LocalTable], prefix: str, grid: Grid | None, step: int | None) -> dict[str, Tensor]:
     """State dict entries of this rank; views of the live tables.
 
-    A table that lies on one rank is a plain tensor, on that rank only. A row-wise one is a DTensor with Shard(0),
-    also on ranks without rows. With Adam every rank has ``tables.<name>.step``, an int64 scalar.
+    A table that lies whole on one rank is a plain tensor, on that rank only, and a replicated one a plain tensor on
+    all. Others are DTensors on the ranks that hold a part: Shard(0) over all ranks if placed row-wise, Shard(1) over
+    the holders of column shards, and Shard(0) over the replicas of a part. If updates are counted, every rank that has
+    a table has ``tables.<name>.step``, an int64 scalar.
     """
     found: dict[str, Tensor] = {}
-    for shard, weight, state in tables:
-        name = shard.config.name
-        if step is not None and (shard.row_wise or rank == shard.owner):
-            found[f"{prefix}tables.{name}.step"] = torch.tensor(step)
-        if not shard.row_wise:
-            if rank == shard.owner:
-                found.update(_keys(name, weight, state, prefix))
-            continue
-        assert mesh is not None
-        for key, local in _keys(name, weight, state, prefix).items():
-            shape = torch.Size((shard.config.num_rows, *local.shape[1:]))
-            stride = (local.shape[1], 1) if local.dim() == 2 else (1,)
-            found[key] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+    for table in tables:
+        for key, part in table.entries(prefix).items():
+            layout = _layout_of(table.shard, part, grid)
+            if layout is None:
+                continue
+            if step is not None:
+                found[table.step_key(prefix)] = torch.tensor(step)
+            if layout.mesh is None:
+                found[key] = part
+                continue
+            shape = torch.Size(table.full_shape(part))
+            stride = (shape[1], 1) if len(shape) == 2 else (1,)
+            found[key] = DTensor.from_local(
+                part, layout.mesh, layout.placements, run_check=False, shape=shape, stride=stride
+            )
     return found
 
 
@@ -65,41 +109,39 @@ def load_tables(
     tables: Sequence[LocalTable],
     state_dict: Mapping[str, Any],
     prefix: str,
-    rank: int,
-    mesh: DeviceMesh | None,
+    grid: Grid | None,
     has_step: bool,
     strict: bool,
 ) -> LoadResult:
-    """Copy this rank's rows out of a state dict.
+    """Copy this rank's part out of a state dict.
 
-    An entry may be a DTensor as ``save_tables`` makes it, or a plain tensor with all rows of the table, whatever the
-    table's placement here. Nothing is copied unless everything fits, and with ``strict`` unless every key is there and
-    known.
+    An entry may be a DTensor as ``save_tables`` makes it, or a plain tensor with the whole table, whatever the table's
+    placement here. Nothing is copied unless everything fits, and with ``strict`` unless every key is there and known.
     """
     result = LoadResult()
     copies: list[tuple[Tensor, Tensor]] = []
     known: set[str] = set()
     steps: dict[str, int] = {}
-    for shard, weight, state in tables:
-        name = shard.config.name
-        wanted = _keys(name, weight, state, prefix)
-        step_key = f"{prefix}tables.{name}.step"
+    for table in tables:
+        wanted, step_key = table.entries(prefix), table.step_key(prefix)
         known.update(wanted, [step_key] if has_step else [])
-        if not shard.row_wise and rank != shard.owner:
-            continue
-        for key, local in wanted.items():
+        for key, part in wanted.items():
+            layout = _layout_of(table.shard, part, grid)
+            if layout is None:
+                continue
             if key not in state_dict:
                 result.missing.append(key)
                 continue
-            given, problem = _rows_for(shard, rank, local, state_dict[key], mesh)
+            given, problem = _part_for(table, part, layout, state_dict[key])
             if given is None:
                 result.errors.append(f"{key}: {problem}")
             else:
-                copies.append((local, given))
-        if has_step and step_key not in state_dict:
+                copies.append((part, given))
+            if has_step and step_key in state_dict:
+                steps[step_key] = int(state_dict[step_key])
+        held = _layout_of(table.shard, table.weight, grid) is not None
+        if has_step and held and step_key not in state_dict:
             result.missing.append(step_key)
-        elif has_step:
-            steps[step_key] = int(state_dict[step_key])
     start = f"{prefix}tables."
     result.unexpected = [key for key in state_dict if key.startswith(start) and key not in known]
     if len(set(steps.values())) > 1:
@@ -108,26 +150,26 @@ def load_tables(
         return result
     result.step = next(iter(steps.values()), None)
     with torch.no_grad():
-        for local, given in copies:
-            local.copy_(given)
+        for part, given in copies:
+            part.copy_(given)
     return result
 
 
-def _rows_for(
-    shard: TableShard, rank: int, local: Tensor, given: object, mesh: DeviceMesh | None
-) -> tuple[Tensor | None, str]:
-    full = (shard.config.num_rows, *local.shape[1:])
+def _part_for(table: LocalTable, part: Tensor, layout: _Layout, given: object) -> tuple[Tensor | None, str]:
+    full = table.full_shape(part)
     if not isinstance(given, Tensor):
         return None, f"must be a tensor, got {type(given).__name__}"
     if tuple(given.shape) != full:
         return None, f"must have shape {full}, got {tuple(given.shape)}"
     if isinstance(given, DTensor):
-        same = shard.row_wise and given.device_mesh == mesh and tuple(given.placements) == (Shard(0),)
-        if not same:
+        if given.device_mesh != layout.mesh or tuple(given.placements) != layout.placements:
             return None, (
                 f"is a DTensor on {given.device_mesh} with {given.placements}, which is not how the table lies here; "
                 "load through torch.distributed.checkpoint or pass given.full_tensor()"
             )
         return given.to_local(), ""
-    start, end = shard.rows_of(rank)
-    return given[start:end], ""
+    rows = given[table.first_row : table.last_row]
+    if part.dim() == 1:
+        return rows, ""
+    first = table.shard.first_column
+    return rows[:, first : first + table.shard.dim], ""

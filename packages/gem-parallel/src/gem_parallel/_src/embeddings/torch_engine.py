@@ -63,6 +63,8 @@ class TorchEngine:
         name: Table name, for the random bits.
         seed: The module's seed, likewise.
         first_row: Row of the whole table at which these begin.
+        first_column: Column, likewise.
+        width: Columns of the whole table; default: dim.
     """
 
     num_tables = 1
@@ -79,11 +81,14 @@ class TorchEngine:
         name: str,
         seed: int,
         first_row: int,
+        first_column: int = 0,
+        width: int | None = None,
     ) -> None:
         (rows,) = num_rows
         self._config = optimizer
         self.learning_rate = optimizer.learning_rate
-        self._name, self._seed, self._first_row = name, seed, first_row
+        self._name, self._seed, self._first_row, self._first_column = name, seed, first_row, first_column
+        self._width = dim if width is None else width
         # One scratch row, as in the other engine.
         self._weight = torch.zeros(rows + 1, dim, dtype=weight_dtype, device=device)
         shape = (rows + 1,) if optimizer.kind == "rowwise_adagrad" else (rows + 1, dim)
@@ -108,17 +113,34 @@ class TorchEngine:
     def clear_scratch(self) -> None:
         self._weight[-1].zero_()
 
-    @torch.no_grad()
+    def update(self, ids: Tensor, counts: Sequence[int], grad: Tensor, step: int, learning_rate: float) -> None:
+        self.apply(ids, grad, step, learning_rate)
+
     def apply(self, ids: Tensor, grad: Tensor, step: int, learning_rate: float) -> None:
         """One optimizer step; ``grad`` (N, dim) has one row per id."""
+        rows, grad = self.total(ids, grad)
+        self.step(rows, grad, self.square(grad), step, learning_rate)
+
+    @torch.no_grad()
+    def total(self, ids: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Distinct rows (U,), rising, and the sum of each one's gradients (U, dim), in their order."""
         in_order, order = torch.sort(ids, stable=True)
         rows, repeats = torch.unique_consecutive(in_order, return_counts=True)
         starts = repeats.cumsum(0) - repeats
         # Not index_add_, which has no fixed order on CUDA.
-        grad = F.embedding_bag(order, grad.contiguous(), starts, mode="sum")
+        return rows, F.embedding_bag(order, grad.contiguous(), starts, mode="sum")
+
+    @torch.no_grad()
+    def square(self, grad: Tensor) -> Tensor:
+        """(U,) this engine's part of each row's sum of squares."""
+        return grad.square().sum(1)
+
+    @torch.no_grad()
+    def step(self, rows: Tensor, grad: Tensor, square: Tensor, step: int, learning_rate: float) -> None:
+        """Move distinct rows; ``square`` (U,) is the sum of squares over all columns of the table."""
         moments = {name: moment.index_select(0, rows) for name, moment in self._moments.items()}
         weight = self._weight.index_select(0, rows).float()
-        change = self._change(grad, moments, step)
+        change = self._change(grad, square, moments, step)
         if self._config.weight_decay:
             change = change + self._config.weight_decay * weight
         weight -= learning_rate * change
@@ -126,7 +148,7 @@ class TorchEngine:
         for name, moment in moments.items():
             self._moments[name].index_copy_(0, rows, moment)
 
-    def _change(self, grad: Tensor, moments: dict[str, Tensor], step: int) -> Tensor:
+    def _change(self, grad: Tensor, square: Tensor, moments: dict[str, Tensor], step: int) -> Tensor:
         """Advance the moments of the rows in place; the change of the weights per unit of learning rate."""
         config = self._config
         if config.kind == "sgd":
@@ -137,14 +159,19 @@ class TorchEngine:
             return (first / (1 - config.beta1**step)) / ((second / (1 - config.beta2**step)).sqrt_() + config.eps)
         if config.kind == "adagrad":
             return grad / (moments["sum"].addcmul_(grad, grad).sqrt() + config.eps)
-        total = moments["sum"].add_(grad.square().mean(1))
+        total = moments["sum"].add_(square / self._width)
         return grad / (total.sqrt() + config.eps).unsqueeze(1)
 
     def _rounded(self, weight: Tensor, rows: Tensor, step: int) -> Tensor:
         if self._weight.dtype != torch.bfloat16:
             return weight.to(self._weight.dtype)
-        key = chunk_seed(self._seed, self._name, -step)
-        return round_to_bfloat16(weight, rows + self._first_row, first_column=0, width=weight.shape[1], key=key)
+        return round_to_bfloat16(
+            weight,
+            rows + self._first_row,
+            first_column=self._first_column,
+            width=self._width,
+            key=chunk_seed(self._seed, self._name, -step),
+        )
 
     def weights(self) -> list[Tensor]:
         return [self._weight[:-1]]

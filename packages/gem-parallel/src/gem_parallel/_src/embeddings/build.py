@@ -1,0 +1,86 @@
+"""Engines and stores of the tables that this rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from gem_parallel._src.embeddings.config import SparseOptimizerConfig
+from gem_parallel._src.embeddings.engine import Engine, FbgemmEngine
+from gem_parallel._src.embeddings.gathered import GatheredTables
+from gem_parallel._src.embeddings.grid import Grid
+from gem_parallel._src.embeddings.layout import Group
+from gem_parallel._src.embeddings.plan import slice_bases
+from gem_parallel._src.embeddings.stores import FusedStore, ReplicatedStore, ShardedStore, Store
+from gem_parallel._src.embeddings.torch_engine import TorchEngine, needs_torch_engine
+
+__all__ = ["Storage", "engines_pool", "make_engines", "make_store"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Storage:
+    """How tables are kept and updated."""
+
+    optimizer: SparseOptimizerConfig
+    weight_dtype: torch.dtype
+    wire_dtype: torch.dtype
+    keep_gathered: bool
+    device: torch.device
+    seed: int
+
+
+def engines_pool(device: torch.device) -> bool:
+    """Whether each table has an engine of its own, which sums over bags; else one unpooled engine per dim."""
+    return device.type == "cpu"
+
+
+def make_engines(group: Group, shard_rank: int, replica_rank: int, storage: Storage) -> list[Engine]:
+    """The engines of one group, in order of table, for the rows that this rank keeps."""
+    kept = [shard.slice_of(shard_rank, replica_rank) for shard in group.tables]
+    optimizer, weight_dtype, device = storage.optimizer, storage.weight_dtype, storage.device
+    if group.joint or needs_torch_engine(optimizer, weight_dtype, device):
+        return [
+            TorchEngine(
+                num_rows=[end - start],
+                dim=group.dim,
+                optimizer=optimizer,
+                weight_dtype=weight_dtype,
+                device=device,
+                name=shard.config.name,
+                seed=storage.seed,
+                first_row=start,
+                first_column=shard.first_column,
+                width=shard.config.dim,
+            )
+            for shard, (start, end) in zip(group.tables, kept, strict=True)
+        ]
+    pools = engines_pool(device)
+    rows = [end - start for start, end in kept]
+    return [
+        FbgemmEngine(
+            num_rows=part, dim=group.dim, optimizer=optimizer, weight_dtype=weight_dtype, device=device, pools=pools
+        )
+        for part in ([[each] for each in rows] if pools else [rows])
+    ]
+
+
+def make_store(group: Group, engines: Sequence[Engine], grid: Grid | None, storage: Storage) -> Store:
+    """The store of one group; ``grid`` is None in one process."""
+    if group.replicated:
+        return ReplicatedStore(group, engines, storage.device)
+    if grid is None or (grid.replica_group is None and not group.joint):
+        return FusedStore(group, engines, storage.device)
+    gathered = None
+    if grid.replica_group is not None:
+        gathered = GatheredTables(
+            slices=[weight for engine in engines for weight in engine.weights()],
+            bases=slice_bases(group, grid.shard_rank),
+            dim=group.dim,
+            dtype=storage.weight_dtype,
+            device=storage.device,
+            process_group=grid.replica_group,
+            keep=storage.keep_gathered,
+        )
+    return ShardedStore(group, engines, grid, storage.device, gathered=gathered, wire_dtype=storage.wire_dtype)
