@@ -1,7 +1,7 @@
 """Softmax attention over packed sequences of any length, queries and keys of different length included.
 
-For sequence b and head h: ``o = softmax(scale * q_b @ k_b.T) @ v_b`` over the valid pairs. Nothing is padded and no
-score matrix is stored. Positions count from each sequence's own start, on the query and on the key side.
+For sequence b and head h: ``o = softmax(scale * q_b @ k_b.T + bias) @ v_b`` over the valid pairs. Nothing is padded and
+no score or bias matrix is stored. Positions count from each sequence's own start, on the query and on the key side.
 
 Algorithm: Dao, FlashAttention-2 (arXiv:2307.08691), on the jagged layout of ranking models.
 """
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gem_kernels._src.attention.window import normalize_window
 from gem_kernels._src.autocast import autocast_operands
+from gem_kernels._src.jagged_attention.bias import check_bias
 from gem_kernels._src.jagged_attention.op import jagged_attention_op
 from gem_kernels._src.validate import check_attention, check_scale, check_window
 
@@ -30,6 +31,11 @@ def jagged_attention(
     scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
+    position_bias: Tensor | None = None,
+    time_bias: Tensor | None = None,
+    times_q: Tensor | None = None,
+    times_k: Tensor | None = None,
+    time_buckets_per_octave: int = 1,
     return_lse: bool = False,
     validate: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -51,6 +57,14 @@ def jagged_attention(
         scale: Factor on the scores, > 0; default ``D ** -0.5``.
         causal: Keep only keys j <= i.
         window_size: (left, right) in tokens: keep keys i - left <= j <= i + right; -1 is unbounded.
+        position_bias: (H, 2 * P + 1) float, added to ``scale * q @ k.T``: query i and key j of head h take entry
+            ``[h, clamp(j - i, -P, P) + P]``. Differentiable, any float dtype; entries must be finite.
+        time_bias: (H, N) float, added likewise: entry ``[h, min(floor(R * octave(gap)), N - 1)]`` for a gap of
+            ``abs(times_q[i] - times_k[j])`` seconds, see below. Differentiable; at most ``128 * R`` columns.
+        times_q: (T_q,) time of each query row, needed with ``time_bias``: int64, int32, float32 or float64, in seconds
+            (Unix times or ages; only differences count). Not differentiated.
+        times_k: (T_k,) time of each key row, dtype of ``times_q``.
+        time_buckets_per_octave: R: 1, 2, 4 or 8 buckets each time the gap doubles.
         return_lse: Also return the log-sum-exp of the scores, differentiable.
         validate: On CUDA, also check the values of the offsets, which waits for the device. On CPU they always are.
 
@@ -62,17 +76,43 @@ def jagged_attention(
         ValueError: on a shape, device, window or offset that does not fit.
         TypeError: on a dtype or argument type that does not fit.
 
+    Time buckets: the gap is taken in the dtype of the times, rounded to float32, and raised to 1 second. Then
+    ``octave(gap)`` is ``n + gap / 2**n - 1`` with ``n = floor(log2(gap))``: log2, linear between powers of two, so that
+    bucket borders are exact numbers of seconds and every device agrees on them. With R = 1 the bucket is
+    ``floor(log2(gap))``: 32 columns reach 68 years. Gaps that are NaN take the last bucket. The bias is that of HSTU
+    (Zhai et al., arXiv:2402.17152) with a row per head; its code takes ``floor(log(gap) / 0.301)``, 2.3 buckets per
+    octave.
+
     Numerics: scores, softmax and sums in float32 (float64 for float64); probabilities are rounded to the dtype of v
     before the second matmul on CUDA. float32 inputs use full-precision matmuls, not TF32. Forward and backward give
-    the same bits on every run. Under autocast q, k and v are cast to the autocast dtype.
+    the same bits on every run. Under autocast q, k and v are cast to the autocast dtype; the tables are not, and are
+    added in float32. The gradients of the tables are summed without atomics, from partial sums of bounded size: at
+    most 1024 rows of a tile's 64 distances, or of the time buckets, in float32, on CUDA. They cost a second pass over
+    the pairs (two for pairs within P), only when a table requires a gradient.
     """
     q, k, v = autocast_operands(q, k, v)
     check_attention("jagged_attention", q, k, v, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k)
     check_window("jagged_attention", window_size)
     scale = q.shape[2] ** -0.5 if scale is None else scale
     check_scale("jagged_attention", scale)
+    check_bias("jagged_attention", q, k, position_bias, time_bias, times_q, times_k, time_buckets_per_octave)
     left, right = normalize_window(causal, window_size)
     out, lse = jagged_attention_op(
-        q, k, v, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, float(scale), left, right, validate
+        q,
+        k,
+        v,
+        offsets_q,
+        offsets_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        float(scale),
+        left,
+        right,
+        validate,
+        position_bias,
+        time_bias,
+        times_q,
+        times_k,
+        time_buckets_per_octave,
     )
     return (out, lse) if return_lse else out

@@ -23,6 +23,8 @@ from gem_kernels._src.attention.launch import (
     one_key_tile,
     unit_stride,
 )
+from gem_kernels._src.jagged_attention.bias import Bias
+from gem_kernels._src.jagged_attention.bias_tiles import add_bias, load_times
 from gem_kernels._src.jagged_attention.configs import select
 from gem_kernels._src.jagged_attention.forward import RUNTIME_SIZES
 from gem_kernels._src.tiles.index import locate_tile
@@ -64,7 +66,7 @@ def _jagged_attention_bwd_delta_kernel(
 
 
 @triton.jit
-def _load_log2_lse(lse_ptr, first, len_q, num_heads, BLOCK_M: tl.constexpr):
+def load_log2_lse(lse_ptr, first, len_q, num_heads, BLOCK_M: tl.constexpr):
     """LSE in base 2; +inf for rows past the sequence and rows without a key, so that exp2(score - lse) is 0 there."""
     lse = load_row_scalars(lse_ptr, first, len_q, num_heads, BLOCK_M, float("inf"))
     return tl.where(lse == float("-inf"), float("inf"), lse * _LOG2E)
@@ -81,6 +83,10 @@ def _accumulate_dkdv(
     dq_ptr,
     lse_ptr,
     delta_ptr,
+    position_ptr,
+    time_ptr,
+    times_q_ptr,
+    times_n,
     stride_qt,
     stride_dot,
     stride_dqt,
@@ -93,10 +99,15 @@ def _accumulate_dkdv(
     left,
     right,
     scale,
+    radius,
+    num_buckets,
     MASKED: tl.constexpr,
     WRITE_DQ: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
+    HAS_POSITION: tl.constexpr,
+    HAS_TIME: tl.constexpr,
+    TIME_SHIFT: tl.constexpr,
     D: tl.constexpr,
     D_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -110,11 +121,19 @@ def _accumulate_dkdv(
     """
     for m in range(start, stop, BLOCK_M):
         q = load_rows(q_ptr, m, len_q, stride_qt, BLOCK_M, D, BLOCK_D)
-        lse = _load_log2_lse(lse_ptr, m, len_q, num_heads, BLOCK_M)
+        lse = load_log2_lse(lse_ptr, m, len_q, num_heads, BLOCK_M)
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        p = tl.exp2(scores * (scale * _LOG2E) - lse[None, :])
+        offs_m = m + tl.arange(0, BLOCK_M)
+        if HAS_POSITION or HAS_TIME:
+            times_m = load_times(times_q_ptr, m, len_q, BLOCK_M, HAS_TIME)
+            scores = add_bias(
+                scores, scale * _LOG2E, position_ptr, time_ptr, offs_m[None, :], offs_n[:, None], times_m[None, :],
+                times_n[:, None], radius, num_buckets, HAS_POSITION, HAS_TIME, TIME_SHIFT,
+            )  # fmt: skip
+            p = tl.exp2(scores - lse[None, :])
+        else:
+            p = tl.exp2(scores * (scale * _LOG2E) - lse[None, :])
         if MASKED:
-            offs_m = m + tl.arange(0, BLOCK_M)
             mask = pair_mask(offs_m[None, :], offs_n[:, None], len_k, left, right, HAS_LEFT, HAS_RIGHT)
             p = tl.where(mask, p, 0.0)
         do = load_rows(do_ptr, m, len_q, stride_dot, BLOCK_M, D_V, BLOCK_DV)
@@ -143,6 +162,10 @@ def _jagged_attention_bwd_dkdv_kernel(
     offsets_q_ptr,  # (B + 1,)
     offsets_k_ptr,  # (B + 1,)
     tile_offsets_ptr,  # (B + 1,), read only if SEARCH
+    position_ptr,  # (H, 2 * radius + 1) float32 contiguous, read only if HAS_POSITION
+    time_ptr,  # (H, num_buckets) float32 contiguous, read only if HAS_TIME
+    times_q_ptr,  # (T_q,), read only if HAS_TIME
+    times_k_ptr,  # (T_k,), read only if HAS_TIME
     stride_qt,
     stride_qh,
     stride_kt,
@@ -158,6 +181,8 @@ def _jagged_attention_bwd_dkdv_kernel(
     left,
     right,
     scale,
+    radius,
+    num_buckets,
     GROUP: tl.constexpr,  # query heads per key head
     D: tl.constexpr,
     D_V: tl.constexpr,
@@ -167,6 +192,9 @@ def _jagged_attention_bwd_dkdv_kernel(
     BLOCK_DV: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
+    HAS_POSITION: tl.constexpr,
+    HAS_TIME: tl.constexpr,
+    TIME_SHIFT: tl.constexpr,
     SEARCH: tl.constexpr,
     WRITE_DQ: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -192,6 +220,10 @@ def _jagged_attention_bwd_dkdv_kernel(
     dk = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], dtype=tl.float32)
     offs_n = first + tl.arange(0, BLOCK_N)
+    if HAS_TIME:
+        times_q_ptr += start_q
+        times_k_ptr += start_k
+    times_n = load_times(times_k_ptr, first, len_k, BLOCK_N, HAS_TIME)
     # Rows past the queries have p = 0 by their LSE, and padded keys spoil only their own rows of dK and dV, which are
     # not stored: without a window only a dQ written here needs a mask.
     low, split, high = query_range(first, len_q, left, right, BLOCK_N, BLOCK_M, HAS_LEFT, HAS_RIGHT)
@@ -204,17 +236,27 @@ def _jagged_attention_bwd_dkdv_kernel(
         dq_h = dq_ptr + (start_q * num_heads + head) * D
         lse_h = lse_ptr + start_q * num_heads + head
         delta_h = delta_ptr + start_q * num_heads + head
+        position_h = position_ptr
+        if HAS_POSITION:
+            position_h += head * (2 * radius + 1)
+        time_h = time_ptr
+        if HAS_TIME:
+            time_h += head * num_buckets
         if HAS_LEFT or HAS_RIGHT:
             dk, dv = _accumulate_dkdv(
-                dk, dv, k, v, q_h, do_h, dq_h, lse_h, delta_h, stride_qt, stride_dot, num_heads * D, num_heads,
-                low, tl.minimum(split, high), offs_n, len_q, len_k, left, right, scale,
-                True, WRITE_DQ, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION,
+                dk, dv, k, v, q_h, do_h, dq_h, lse_h, delta_h, position_h, time_h, times_q_ptr, times_n,
+                stride_qt, stride_dot, num_heads * D, num_heads,
+                low, tl.minimum(split, high), offs_n, len_q, len_k, left, right, scale, radius, num_buckets,
+                True, WRITE_DQ, HAS_LEFT, HAS_RIGHT, HAS_POSITION, HAS_TIME, TIME_SHIFT,
+                D, D_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION,
             )  # fmt: skip
         if not HAS_LEFT:
             dk, dv = _accumulate_dkdv(
-                dk, dv, k, v, q_h, do_h, dq_h, lse_h, delta_h, stride_qt, stride_dot, num_heads * D, num_heads,
-                split, high, offs_n, len_q, len_k, left, right, scale,
-                WRITE_DQ, WRITE_DQ, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION,
+                dk, dv, k, v, q_h, do_h, dq_h, lse_h, delta_h, position_h, time_h, times_q_ptr, times_n,
+                stride_qt, stride_dot, num_heads * D, num_heads,
+                split, high, offs_n, len_q, len_k, left, right, scale, radius, num_buckets,
+                WRITE_DQ, WRITE_DQ, HAS_LEFT, HAS_RIGHT, HAS_POSITION, HAS_TIME, TIME_SHIFT,
+                D, D_V, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION,
             )  # fmt: skip
 
     store_rows(dk_ptr, dk * scale, first, len_k, num_heads_kv * D, BLOCK_N, D, BLOCK_D)
@@ -230,6 +272,10 @@ def _accumulate_dq(
     delta,
     k_ptr,
     v_ptr,
+    position_ptr,
+    time_ptr,
+    times_k_ptr,
+    times_m,
     stride_kt,
     stride_vt,
     start,
@@ -239,9 +285,14 @@ def _accumulate_dq(
     left,
     right,
     scale_log2,
+    radius,
+    num_buckets,
     MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
+    HAS_POSITION: tl.constexpr,
+    HAS_TIME: tl.constexpr,
+    TIME_SHIFT: tl.constexpr,
     D: tl.constexpr,
     D_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -255,10 +306,18 @@ def _accumulate_dq(
         v = load_rows(v_ptr, n, len_k, stride_vt, BLOCK_N, D_V, BLOCK_DV)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        p = tl.exp2(scores * scale_log2 - lse[:, None])
+        offs_n = n + tl.arange(0, BLOCK_N)
+        if HAS_POSITION or HAS_TIME:
+            times_n = load_times(times_k_ptr, n, len_k, BLOCK_N, HAS_TIME)
+            scores = add_bias(
+                scores, scale_log2, position_ptr, time_ptr, offs_m[:, None], offs_n[None, :], times_m[:, None],
+                times_n[None, :], radius, num_buckets, HAS_POSITION, HAS_TIME, TIME_SHIFT,
+            )  # fmt: skip
+            p = tl.exp2(scores - lse[:, None])
+        else:
+            p = tl.exp2(scores * scale_log2 - lse[:, None])
         if MASKED:
             # Padded keys too: their p may overflow, and inf * 0 would reach dQ.
-            offs_n = n + tl.arange(0, BLOCK_N)
             mask = pair_mask(offs_m[:, None], offs_n[None, :], len_k, left, right, HAS_LEFT, HAS_RIGHT)
             p = tl.where(mask, p, 0.0)
         ds = p * (dp - delta[:, None])
@@ -278,6 +337,10 @@ def _jagged_attention_bwd_dq_kernel(
     offsets_q_ptr,  # (B + 1,)
     offsets_k_ptr,  # (B + 1,)
     tile_offsets_ptr,  # (B + 1,), read only if SEARCH
+    position_ptr,  # (H, 2 * radius + 1) float32 contiguous, read only if HAS_POSITION
+    time_ptr,  # (H, num_buckets) float32 contiguous, read only if HAS_TIME
+    times_q_ptr,  # (T_q,), read only if HAS_TIME
+    times_k_ptr,  # (T_k,), read only if HAS_TIME
     stride_qt,
     stride_qh,
     stride_kt,
@@ -293,6 +356,8 @@ def _jagged_attention_bwd_dq_kernel(
     left,
     right,
     scale,
+    radius,
+    num_buckets,
     GROUP: tl.constexpr,  # query heads per key head
     D: tl.constexpr,
     D_V: tl.constexpr,
@@ -302,6 +367,9 @@ def _jagged_attention_bwd_dq_kernel(
     BLOCK_DV: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
+    HAS_POSITION: tl.constexpr,
+    HAS_TIME: tl.constexpr,
+    TIME_SHIFT: tl.constexpr,
     SEARCH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -320,30 +388,41 @@ def _jagged_attention_bwd_dq_kernel(
     v_ptr += start_k * stride_vt + head // GROUP * stride_vh
     dq_ptr += (start_q * num_heads + head) * D
     row = start_q * num_heads + head
+    if HAS_POSITION:
+        position_ptr += head * (2 * radius + 1)
+    if HAS_TIME:
+        time_ptr += head * num_buckets
+        times_q_ptr += start_q
+        times_k_ptr += start_k
 
     q = load_rows(q_ptr, first, len_q, stride_qt, BLOCK_M, D, BLOCK_D)
     do = load_rows(do_ptr, first, len_q, stride_dot, BLOCK_M, D_V, BLOCK_DV)
-    lse = _load_log2_lse(lse_ptr + row, first, len_q, num_heads, BLOCK_M)
+    lse = load_log2_lse(lse_ptr + row, first, len_q, num_heads, BLOCK_M)
     delta = load_row_scalars(delta_ptr + row, first, len_q, num_heads, BLOCK_M, 0.0)
     dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     offs_m = first + tl.arange(0, BLOCK_M)
+    times_m = load_times(times_q_ptr, first, len_q, BLOCK_M, HAS_TIME)
     scale_log2 = scale * _LOG2E
     low, split, high = key_range(first, len_k, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
     if HAS_LEFT:
         split = low
     else:
         dq = _accumulate_dq(
-            dq, q, do, lse, delta, k_ptr, v_ptr, stride_kt, stride_vt, low, split, offs_m, len_k,
-            left, right, scale_log2, False, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
+            dq, q, do, lse, delta, k_ptr, v_ptr, position_ptr, time_ptr, times_k_ptr, times_m, stride_kt, stride_vt,
+            low, split, offs_m, len_k, left, right, scale_log2, radius, num_buckets,
+            False, HAS_LEFT, HAS_RIGHT, HAS_POSITION, HAS_TIME, TIME_SHIFT,
+            D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
         )  # fmt: skip
     dq = _accumulate_dq(
-        dq, q, do, lse, delta, k_ptr, v_ptr, stride_kt, stride_vt, split, high, offs_m, len_k,
-        left, right, scale_log2, True, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
+        dq, q, do, lse, delta, k_ptr, v_ptr, position_ptr, time_ptr, times_k_ptr, times_m, stride_kt, stride_vt,
+        split, high, offs_m, len_k, left, right, scale_log2, radius, num_buckets,
+        True, HAS_LEFT, HAS_RIGHT, HAS_POSITION, HAS_TIME, TIME_SHIFT,
+        D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
     )  # fmt: skip
     store_rows(dq_ptr, dq * scale, first, len_q, num_heads * D, BLOCK_M, D, BLOCK_D)
 
 
-def _launch_delta(out: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
+def launch_delta(out: Tensor, do: Tensor, dlse: Tensor | None) -> Tensor:
     """(T_q, H) float32 row sums of dO * O, less dLSE."""
     total, num_heads, dim_v = out.shape
     delta = torch.empty(total, num_heads, dtype=torch.float32, device=out.device)
@@ -381,6 +460,7 @@ def launch_backward(
     scale: float,
     left: int,
     right: int,
+    bias: Bias | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients dq (T_q, H, D), dk (T_k, H_kv, D), dv (T_k, H_kv, D_v), contiguous."""
     do, q, k, v = (unit_stride(x) for x in (do, q, k, v))
@@ -391,6 +471,8 @@ def launch_backward(
     if total_q == 0 or total_k == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     left, right = clamp_window(left, right)
+    bias = (bias or Bias()).tables(torch.float32)
+    biases = (bias.position, bias.time, bias.times_q, bias.times_k)
     widest, capability = max(dim, dim_v), capability_of(q)
     shared = {
         "GROUP": num_heads // num_heads_kv,
@@ -401,12 +483,13 @@ def launch_backward(
         "HAS_LEFT": left >= 0,
         "HAS_RIGHT": right >= 0,
         "PRECISION": precision_of(q.dtype),
+        **bias.flags(),
     }
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *do.stride()[:2])
     with device_guard(q):
-        delta = _launch_delta(out, do, dlse)
+        delta = launch_delta(out, do, dlse)
         write_dq = one_key_tile(select, q, v, max_seqlen_k, left, right, offsets_k.shape[0] - 1)
-        config = select("dqdkdv" if write_dq else "dkdv", widest, q.dtype, capability)
+        config = select("dqdkdv" if write_dq else "dkdv", widest, q.dtype, capability, has_bias=bias.is_set)
         config = fit_lengths(config, max_seqlen_q, max_seqlen_k)
         grid = make_grid(
             "jagged_attention", offsets_k, total_k, max_seqlen_k, config.block_n, num_heads_kv, padded=write_dq
@@ -424,6 +507,7 @@ def launch_backward(
             offsets_q,
             offsets_k,
             grid.tile_offsets,
+            *biases,
             *strides,
             offsets_k.shape[0] - 1,
             num_heads_kv,
@@ -432,6 +516,8 @@ def launch_backward(
             left,
             right,
             scale,
+            bias.radius,
+            bias.num_buckets,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             SEARCH=grid.search,
@@ -442,7 +528,8 @@ def launch_backward(
         )
         if write_dq:
             return dq, dk, dv
-        config = fit_lengths(select("dq", widest, q.dtype, capability), max_seqlen_q, max_seqlen_k)
+        config = select("dq", widest, q.dtype, capability, has_bias=bias.is_set)
+        config = fit_lengths(config, max_seqlen_q, max_seqlen_k)
         grid = make_grid("jagged_attention", offsets_q, total_q, max_seqlen_q, config.block_m, num_heads)
         _jagged_attention_bwd_dq_kernel[(grid.size,)](
             q,
@@ -455,6 +542,7 @@ def launch_backward(
             offsets_q,
             offsets_k,
             grid.tile_offsets,
+            *biases,
             *strides,
             offsets_q.shape[0] - 1,
             num_heads,
@@ -463,6 +551,8 @@ def launch_backward(
             left,
             right,
             scale,
+            bias.radius,
+            bias.num_buckets,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             SEARCH=grid.search,

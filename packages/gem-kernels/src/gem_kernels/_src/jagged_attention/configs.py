@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from gem_kernels._src.attention.configs import Kernel, Table, TileConfig, select_from
@@ -23,9 +25,21 @@ _SMALL: Table = {
 }
 
 
-def select(kernel: Kernel, head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> TileConfig:
+def select(
+    kernel: Kernel, head_dim: int, dtype: torch.dtype, capability: tuple[int, int], *, has_bias: bool = False
+) -> TileConfig:
     """Configuration of one kernel; a pure function, so that all ranks of a job agree.
 
-    ``head_dim`` is the larger of D and D_v. Short sequences shrink the tiles afterwards (``fit_lengths``).
+    ``head_dim`` is the larger of D and D_v. Short sequences shrink the tiles afterwards (``fit_lengths``). With a bias
+    the streamed side of the tile is half as long, and wide forward tiles are half as high too: entries and gaps of all
+    pairs take registers.
     """
-    return select_from(kernel, head_dim, dtype, capability, large=_LARGE, small=_SMALL)
+    config = select_from(kernel, head_dim, dtype, capability, large=_LARGE, small=_SMALL)
+    if not has_bias:
+        return config
+    block_m, block_n = config.block_m, config.block_n
+    if kernel in ("dkdv", "dqdkdv") or (kernel == "forward" and head_dim > 96):
+        block_m = max(16, block_m // 2)
+    if kernel in ("forward", "dq"):
+        block_n = max(16, block_n // 2)
+    return dataclasses.replace(config, block_m=block_m, block_n=block_n)

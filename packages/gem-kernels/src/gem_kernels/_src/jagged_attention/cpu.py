@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gem_kernels._src.attention.batching import (
     Chunk,
@@ -15,6 +16,7 @@ from gem_kernels._src.attention.batching import (
     plan_groups,
 )
 from gem_kernels._src.attention.window import pair_mask
+from gem_kernels._src.jagged_attention.bias import Bias, position_index, time_buckets
 
 
 def _mask_scores(scores: Tensor, chunk: Chunk, group: Group, tail: Tensor | None, left: int, right: int) -> None:
@@ -28,30 +30,83 @@ def _mask_scores(scores: Tensor, chunk: Chunk, group: Group, tail: Tensor | None
         scores.masked_fill_(~pair_mask(rows, keys, left, right), float("-inf"))
 
 
+class _GroupBias:
+    """The bias of one group of sequences; adds nothing where there is none."""
+
+    def __init__(self, bias: Bias, rows_q: Rows, rows_k: Rows) -> None:
+        self._bias = bias
+        self._times: tuple[Tensor, Tensor] | None = None
+        if bias.times_q is not None and bias.times_k is not None:
+            gather = [
+                rows.gather(times[:, None, None], times.dtype)[..., 0]  # (n, L)
+                for rows, times in ((rows_q, bias.times_q), (rows_k, bias.times_k))
+            ]
+            self._times = (gather[0], gather[1])
+
+    def position_index(self, chunk: Chunk) -> Tensor:
+        """(rows, keys) entry of the position table."""
+        rows, keys = torch.arange(chunk.q_start, chunk.q_stop), torch.arange(chunk.k_start, chunk.k_stop)
+        return position_index(rows, keys, self._bias.radius)
+
+    def time_buckets(self, chunk: Chunk) -> Tensor:
+        """(n, rows, keys) entry of the time table."""
+        assert self._times is not None
+        times_q, times_k = (
+            self._times[0][:, chunk.q_start : chunk.q_stop],
+            self._times[1][:, chunk.k_start : chunk.k_stop],
+        )
+        return time_buckets(times_q, times_k, self._bias.buckets_per_octave, self._bias.num_buckets)
+
+    def add(self, scores: Tensor, chunk: Chunk) -> None:
+        """Add the bias to the (n, H, rows, keys) scores of one chunk."""
+        if self._bias.position is not None:
+            scores.add_(self._bias.position[:, self.position_index(chunk)])
+        if self._bias.time is not None:
+            scores.add_(self._bias.time[:, self.time_buckets(chunk)].transpose(0, 1))
+
+
 def _scores(
-    q_chunk: Tensor, k: Tensor, chunk: Chunk, group: Group, tail: Tensor | None, left: int, right: int, repeat: int
+    q_chunk: Tensor,
+    k: Tensor,
+    chunk: Chunk,
+    group: Group,
+    tail: Tensor | None,
+    left: int,
+    right: int,
+    bias: _GroupBias,
 ) -> Tensor:
     """(n * H_kv, G * rows, keys) scores of one chunk with -inf where there is no pair; q is scaled already."""
     scores = torch.bmm(q_chunk, k[:, chunk.k_start : chunk.k_stop].transpose(1, 2))
     n = group.sequences.numel()
     shaped = scores.view(n, -1, chunk.q_stop - chunk.q_start, chunk.k_stop - chunk.k_start)
+    bias.add(shaped, chunk)
     _mask_scores(shaped, chunk, group, tail, left, right)
     return scores
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_k: Tensor, scale: float, left: int, right: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets_q: Tensor,
+    offsets_k: Tensor,
+    scale: float,
+    left: int,
+    right: int,
+    bias: Bias,
 ) -> tuple[Tensor, Tensor]:
     """Output (T_q, H, D_v) and log-sum-exp (T_q, H), float32 or wider."""
     dtype = compute_dtype(q.dtype)
     heads, heads_kv, dim_v = q.shape[1], k.shape[1], v.shape[2]
     repeat = heads // heads_kv
+    bias = bias.tables(dtype)
     out = PackedOutput(q.shape[0], heads, dim_v, q.dtype)
     lse = PackedOutput(q.shape[0], heads, 1, dtype, fill=float("-inf"))
     for group in plan_groups(torch.diff(offsets_q), torch.diff(offsets_k), heads):
         n = group.sequences.numel()
         rows_q = Rows(offsets_q, group, group.len_q, group.min_q)
         rows_k = Rows(offsets_k, group, group.len_k, group.min_k)
+        bias_g = _GroupBias(bias, rows_q, rows_k)
         q_g = rows_q.gather(q, dtype).mul_(scale).view(n * heads_kv, repeat, group.len_q, -1)
         k_g, v_g = rows_k.gather(k, dtype), rows_k.gather(v, dtype)
         out_g = q_g.new_zeros(n * heads_kv, repeat, group.len_q, dim_v)
@@ -60,7 +115,7 @@ def forward(
             if chunk.k_start == chunk.k_stop:
                 continue
             q_c = q_g[:, :, chunk.q_start : chunk.q_stop].flatten(1, 2)
-            p = _scores(q_c, k_g, chunk, group, rows_k.tail_padding, left, right, repeat)
+            p = _scores(q_c, k_g, chunk, group, rows_k.tail_padding, left, right, bias_g)
             # A row without a key has maximum -inf; subtracting 0 instead leaves exp(-inf) = 0.
             top = p.amax(-1, keepdim=True)
             p.sub_(top.masked_fill(top == float("-inf"), 0.0)).exp_()
@@ -87,11 +142,13 @@ def backward(
     scale: float,
     left: int,
     right: int,
+    bias: Bias,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients dq, dk, dv in the dtype and shape of q, k, v."""
     dtype = compute_dtype(q.dtype)
     heads, heads_kv = q.shape[1], k.shape[1]
     repeat = heads // heads_kv
+    bias = bias.tables(dtype)
     delta = (do.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
     if dlse is not None:
         delta -= dlse[..., None].to(dtype)
@@ -105,6 +162,7 @@ def backward(
         n = group.sequences.numel()
         rows_q = Rows(offsets_q, group, group.len_q, group.min_q)
         rows_k = Rows(offsets_k, group, group.len_k, group.min_k)
+        bias_g = _GroupBias(bias, rows_q, rows_k)
         q_g = rows_q.gather(q, dtype).mul_(scale).view(n * heads_kv, repeat, group.len_q, -1)
         # Padded queries carry no gradient: their do, and with it dp - delta, is 0.
         do_g = rows_q.gather(do, dtype, zero_padding=True).view(n * heads_kv, repeat, group.len_q, -1)
@@ -118,7 +176,7 @@ def backward(
             rows = slice(chunk.q_start, chunk.q_stop)
             keys = slice(chunk.k_start, chunk.k_stop)
             q_c, do_c, delta_c, lse_c = (x[:, :, rows].flatten(1, 2) for x in (q_g, do_g, delta_g, lse_g))
-            p = _scores(q_c, k_g, chunk, group, rows_k.tail_padding, left, right, repeat)
+            p = _scores(q_c, k_g, chunk, group, rows_k.tail_padding, left, right, bias_g)
             p.sub_(lse_c).exp_()
             dv_g[:, keys] += torch.bmm(p.transpose(1, 2), do_c)
             ds = torch.bmm(do_c, v_g[:, keys].transpose(1, 2)).sub_(delta_c).mul_(p)
@@ -130,3 +188,71 @@ def backward(
         rows_k.scatter(dk, dk_g)
         rows_k.scatter(dv, dv_g)
     return dq.packed(), dk.packed(), dv.packed()
+
+
+def _sum_by_position(ds: Tensor, chunk: Chunk, radius: int) -> Tensor:
+    """(H, 2 radius + 1) sums of ds (H, rows, keys) over the pairs of each entry."""
+    num_heads, num_rows, num_keys = ds.shape
+    # Rows from the last to the first, each one entry longer: read with the old stride, diagonals are columns.
+    sheared = pad(ds.flip(1), (0, num_rows)).flatten(1)[:, :-num_rows]
+    diagonals = sheared.view(num_heads, num_rows, num_rows + num_keys - 1).sum(1)
+    distance = torch.arange(1 - num_rows, num_keys) + (chunk.k_start - chunk.q_start)
+    return ds.new_zeros(num_heads, 2 * radius + 1).index_add_(1, distance.clamp(-radius, radius) + radius, diagonals)
+
+
+def backward_tables(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    offsets_q: Tensor,
+    offsets_k: Tensor,
+    scale: float,
+    left: int,
+    right: int,
+    bias: Bias,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients (H, 2 P + 1) of the position table and (H, N) of the time table, summed in float64."""
+    dtype = compute_dtype(q.dtype)
+    heads, heads_kv = q.shape[1], k.shape[1]
+    repeat = heads // heads_kv
+    bias = bias.tables(dtype)
+    delta = (do.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta -= dlse[..., None].to(dtype)
+    lse = lse.to(dtype)[..., None]
+    lse = lse.masked_fill(lse == float("-inf"), float("inf"))
+    dposition = None if bias.position is None else bias.position.new_zeros(bias.position.shape, dtype=torch.float64)
+    dtime = None if bias.time is None else bias.time.new_zeros(bias.time.shape, dtype=torch.float64)
+    for group in plan_groups(torch.diff(offsets_q), torch.diff(offsets_k), heads):
+        n = group.sequences.numel()
+        rows_q = Rows(offsets_q, group, group.len_q, group.min_q)
+        rows_k = Rows(offsets_k, group, group.len_k, group.min_k)
+        bias_g = _GroupBias(bias, rows_q, rows_k)
+        q_g = rows_q.gather(q, dtype).mul_(scale).view(n * heads_kv, repeat, group.len_q, -1)
+        # Padded queries: do and delta of 0 make dS 0.
+        do_g = rows_q.gather(do, dtype, zero_padding=True).view(n * heads_kv, repeat, group.len_q, -1)
+        delta_g = rows_q.gather(delta, dtype, zero_padding=True).view(n * heads_kv, repeat, group.len_q, 1)
+        lse_g = rows_q.gather(lse, dtype).view(n * heads_kv, repeat, group.len_q, 1)
+        k_g, v_g = rows_k.gather(k, dtype), rows_k.gather(v, dtype)
+        for chunk in plan_chunks(group, heads, left, right):
+            if chunk.k_start == chunk.k_stop:
+                continue
+            rows, keys = slice(chunk.q_start, chunk.q_stop), slice(chunk.k_start, chunk.k_stop)
+            q_c, do_c, delta_c, lse_c = (x[:, :, rows].flatten(1, 2) for x in (q_g, do_g, delta_g, lse_g))
+            p = _scores(q_c, k_g, chunk, group, rows_k.tail_padding, left, right, bias_g)
+            p.sub_(lse_c).exp_()
+            ds = torch.bmm(do_c, v_g[:, keys].transpose(1, 2)).sub_(delta_c).mul_(p)
+            ds = ds.view(n, heads, rows.stop - rows.start, keys.stop - keys.start)
+            if dposition is not None:
+                dposition += _sum_by_position(ds.sum(0, dtype=torch.float64), chunk, bias.radius)
+            if dtime is not None:
+                buckets = (
+                    bias_g.time_buckets(chunk)[:, None] + torch.arange(heads).mul_(bias.num_buckets)[:, None, None]
+                )
+                sums = torch.bincount(buckets.flatten(), weights=ds.flatten().double(), minlength=dtime.numel())
+                dtime += sums.view(dtime.shape)
+    return dposition, dtime

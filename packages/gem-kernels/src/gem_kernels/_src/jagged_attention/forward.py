@@ -22,13 +22,15 @@ from gem_kernels._src.attention.launch import (
     make_grid,
     unit_stride,
 )
+from gem_kernels._src.jagged_attention.bias import Bias
+from gem_kernels._src.jagged_attention.bias_tiles import add_bias, load_times
 from gem_kernels._src.jagged_attention.configs import select
 from gem_kernels._src.tiles.index import locate_tile
 from gem_kernels._src.tiles.mask import key_range, pair_mask
 from gem_kernels._src.tiles.memory import load_rows, sequence_bounds, store_rows
 
 # The sizes of a batch must not select a compiled variant: each new one would stall a training step.
-RUNTIME_SIZES = ["num_sequences", "num_tiles", "num_steps", "left", "right"]
+RUNTIME_SIZES = ["num_sequences", "num_tiles", "num_steps", "left", "right", "radius", "num_buckets"]
 _LN2 = tl.constexpr(math.log(2.0))
 
 
@@ -40,6 +42,10 @@ def _attend(
     q,
     k_ptr,
     v_ptr,
+    position_ptr,
+    time_ptr,
+    times_k_ptr,
+    times_m,
     stride_kt,
     stride_vt,
     start,
@@ -49,9 +55,14 @@ def _attend(
     left,
     right,
     scale_log2,
+    radius,
+    num_buckets,
     MASKED: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
+    HAS_POSITION: tl.constexpr,
+    HAS_TIME: tl.constexpr,
+    TIME_SHIFT: tl.constexpr,
     D: tl.constexpr,
     D_V: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -63,16 +74,26 @@ def _attend(
     for n in range(start, stop, BLOCK_N):
         k = load_rows(k_ptr, n, len_k, stride_kt, BLOCK_N, D, BLOCK_D)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        offs_n = n + tl.arange(0, BLOCK_N)
+        if HAS_POSITION or HAS_TIME:
+            times_n = load_times(times_k_ptr, n, len_k, BLOCK_N, HAS_TIME)
+            scores = add_bias(
+                scores, scale_log2, position_ptr, time_ptr, offs_m[:, None], offs_n[None, :], times_m[:, None],
+                times_n[None, :], radius, num_buckets, HAS_POSITION, HAS_TIME, TIME_SHIFT,
+            )  # fmt: skip
+            factor = 1.0
+        else:
+            # The factor joins the subtraction of the maximum in one instruction.
+            factor = scale_log2
         if MASKED:
-            offs_n = n + tl.arange(0, BLOCK_N)
             mask = pair_mask(offs_m[:, None], offs_n[None, :], len_k, left, right, HAS_LEFT, HAS_RIGHT)
             scores = tl.where(mask, scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
         shift = new_max
         if MASKED:
             # A row that has met no key yet has maximum -inf; exp2(-inf - 0) = 0 keeps it empty.
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        p = tl.exp2(scores * scale_log2 - shift[:, None])
+        p = tl.exp2(scores * factor - shift[:, None])
         rescale = tl.exp2(row_max - shift)
         row_sum = row_sum * rescale + tl.sum(p, 1)
         acc = acc * rescale[:, None]
@@ -92,6 +113,10 @@ def _jagged_attention_fwd_kernel(
     offsets_q_ptr,  # (B + 1,)
     offsets_k_ptr,  # (B + 1,)
     tile_offsets_ptr,  # (B + 1,), read only if SEARCH
+    position_ptr,  # (H, 2 * radius + 1) float32 contiguous, read only if HAS_POSITION
+    time_ptr,  # (H, num_buckets) float32 contiguous, read only if HAS_TIME
+    times_q_ptr,  # (T_q,), read only if HAS_TIME
+    times_k_ptr,  # (T_k,), read only if HAS_TIME
     stride_qt,
     stride_qh,
     stride_kt,
@@ -107,6 +132,8 @@ def _jagged_attention_fwd_kernel(
     left,
     right,
     scale_log2,  # scale * log2(e), positive
+    radius,
+    num_buckets,
     GROUP: tl.constexpr,  # query heads per key head
     D: tl.constexpr,
     D_V: tl.constexpr,
@@ -116,6 +143,9 @@ def _jagged_attention_fwd_kernel(
     BLOCK_DV: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
+    HAS_POSITION: tl.constexpr,
+    HAS_TIME: tl.constexpr,
+    TIME_SHIFT: tl.constexpr,
     SEARCH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -133,24 +163,35 @@ def _jagged_attention_fwd_kernel(
     v_ptr += start_k * stride_vt + head // GROUP * stride_vh
     out_ptr += start_q * stride_ot + head * stride_oh
     lse_ptr += start_q * num_heads + head
+    if HAS_POSITION:
+        position_ptr += head * (2 * radius + 1)
+    if HAS_TIME:
+        time_ptr += head * num_buckets
+        times_q_ptr += start_q
+        times_k_ptr += start_k
 
     q = load_rows(q_ptr, first, len_q, stride_qt, BLOCK_M, D, BLOCK_D)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     offs_m = first + tl.arange(0, BLOCK_M)
+    times_m = load_times(times_q_ptr, first, len_q, BLOCK_M, HAS_TIME)
     low, split, high = key_range(first, len_k, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
     if HAS_LEFT:
         # A sliding window cuts nearly every tile it meets: one loop, always masked.
         split = low
     else:
         acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, q, k_ptr, v_ptr, stride_kt, stride_vt, low, split, offs_m, len_k,
-            left, right, scale_log2, False, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
+            acc, row_max, row_sum, q, k_ptr, v_ptr, position_ptr, time_ptr, times_k_ptr, times_m, stride_kt, stride_vt,
+            low, split, offs_m, len_k, left, right, scale_log2, radius, num_buckets,
+            False, HAS_LEFT, HAS_RIGHT, HAS_POSITION, HAS_TIME, TIME_SHIFT,
+            D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
         )  # fmt: skip
     acc, row_max, row_sum = _attend(
-        acc, row_max, row_sum, q, k_ptr, v_ptr, stride_kt, stride_vt, split, high, offs_m, len_k,
-        left, right, scale_log2, True, HAS_LEFT, HAS_RIGHT, D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
+        acc, row_max, row_sum, q, k_ptr, v_ptr, position_ptr, time_ptr, times_k_ptr, times_m, stride_kt, stride_vt,
+        split, high, offs_m, len_k, left, right, scale_log2, radius, num_buckets,
+        True, HAS_LEFT, HAS_RIGHT, HAS_POSITION, HAS_TIME, TIME_SHIFT,
+        D, D_V, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
     )  # fmt: skip
 
     is_empty = row_sum == 0.0
@@ -171,11 +212,13 @@ def launch_forward(
     scale: float,
     left: int,
     right: int,
+    bias: Bias | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output (T_q, H, D_v) in the dtype of q and log-sum-exp (T_q, H) float32, both contiguous."""
     check_head_dims("jagged_attention", q.shape[2], v.shape[2])
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     offsets_q, offsets_k = offsets_q.contiguous(), offsets_k.contiguous()
+    bias = (bias or Bias()).tables(torch.float32)
     total, num_heads, dim = q.shape
     dim_v = v.shape[2]
     out = torch.empty(total, num_heads, dim_v, dtype=q.dtype, device=q.device)
@@ -183,7 +226,8 @@ def launch_forward(
     if total == 0:
         return out, lse
     left, right = clamp_window(left, right)
-    config = fit_lengths(select("forward", max(dim, dim_v), q.dtype, capability_of(q)), max_seqlen_q, max_seqlen_k)
+    config = select("forward", max(dim, dim_v), q.dtype, capability_of(q), has_bias=bias.is_set)
+    config = fit_lengths(config, max_seqlen_q, max_seqlen_k)
     with device_guard(q):
         grid = make_grid("jagged_attention", offsets_q, total, max_seqlen_q, config.block_m, num_heads)
         _jagged_attention_fwd_kernel[(grid.size,)](
@@ -195,6 +239,10 @@ def launch_forward(
             offsets_q,
             offsets_k,
             grid.tile_offsets,
+            bias.position,
+            bias.time,
+            bias.times_q,
+            bias.times_k,
             q.stride(0),
             q.stride(1),
             k.stride(0),
@@ -210,6 +258,8 @@ def launch_forward(
             left,
             right,
             scale * math.log2(math.e),
+            bias.radius,
+            bias.num_buckets,
             GROUP=num_heads // k.shape[1],
             D=dim,
             D_V=dim_v,
@@ -219,6 +269,7 @@ def launch_forward(
             BLOCK_DV=power_of_two(dim_v),
             HAS_LEFT=left >= 0,
             HAS_RIGHT=right >= 0,
+            **bias.flags(),
             SEARCH=grid.search,
             PRECISION=precision_of(q.dtype),
             num_warps=config.num_warps,

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from gem_kernels._src.attention.flops import backward_flops, forward_flops, num_pairs
 from gem_kernels._src.jagged_attention import cpu
+from gem_kernels._src.jagged_attention.bias import Bias
 from gem_kernels._src.validate import check_batch
 
 _NAME = "jagged_attention"
@@ -28,13 +29,21 @@ def jagged_attention_op(
     window_left: int,
     window_right: int,
     validate: bool,
+    position_bias: Tensor | None = None,
+    time_bias: Tensor | None = None,
+    times_q: Tensor | None = None,
+    times_k: Tensor | None = None,
+    buckets_per_octave: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Output (T_q, H, D_v) and log-sum-exp (T_q, H) in float32 (float64 for float64 inputs)."""
     # Imported here: Triton is absent where only the CPU kernels are used.
     from gem_kernels._src.jagged_attention.forward import launch_forward
 
     check_batch(_NAME, q, k, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, read_offsets=validate)
-    return launch_forward(q, k, v, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, scale, window_left, window_right)
+    bias = Bias(position_bias, time_bias, times_q, times_k, buckets_per_octave)
+    return launch_forward(
+        q, k, v, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, scale, window_left, window_right, bias
+    )
 
 
 @jagged_attention_op.register_kernel("cpu")
@@ -50,11 +59,17 @@ def _forward_cpu(
     window_left: int,
     window_right: int,
     validate: bool,
+    position_bias: Tensor | None = None,
+    time_bias: Tensor | None = None,
+    times_q: Tensor | None = None,
+    times_k: Tensor | None = None,
+    buckets_per_octave: int = 1,
 ) -> tuple[Tensor, Tensor]:
     check_batch(_NAME, q, k, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, read_offsets=True)
+    bias = Bias(position_bias, time_bias, times_q, times_k, buckets_per_octave)
     # The matmuls inside keep their dtype although the caller may be under autocast.
     with torch.autocast("cpu", enabled=False):
-        return cpu.forward(q, k, v, offsets_q, offsets_k, scale, window_left, window_right)
+        return cpu.forward(q, k, v, offsets_q, offsets_k, scale, window_left, window_right, bias)
 
 
 @jagged_attention_op.register_fake
@@ -79,13 +94,18 @@ def jagged_attention_backward_op(
     scale: float,
     window_left: int,
     window_right: int,
+    position_bias: Tensor | None = None,
+    time_bias: Tensor | None = None,
+    times_q: Tensor | None = None,
+    times_k: Tensor | None = None,
+    buckets_per_octave: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients dq, dk, dv, contiguous, in the dtypes of q, k, v; the same bits on every run."""
     from gem_kernels._src.jagged_attention.backward import launch_backward
 
-    return launch_backward(
-        do, dlse, q, k, v, out, lse, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, scale, window_left, window_right
-    )
+    bias = Bias(position_bias, time_bias, times_q, times_k, buckets_per_octave)
+    sizes = (max_seqlen_q, max_seqlen_k, scale, window_left, window_right)
+    return launch_backward(do, dlse, q, k, v, out, lse, offsets_q, offsets_k, *sizes, bias)
 
 
 @jagged_attention_backward_op.register_kernel("cpu")
@@ -104,10 +124,16 @@ def _backward_cpu(
     scale: float,
     window_left: int,
     window_right: int,
+    position_bias: Tensor | None = None,
+    time_bias: Tensor | None = None,
+    times_q: Tensor | None = None,
+    times_k: Tensor | None = None,
+    buckets_per_octave: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    bias = Bias(position_bias, time_bias, times_q, times_k, buckets_per_octave)
     # The matmuls inside keep their dtype although the caller may be under autocast.
     with torch.autocast("cpu", enabled=False):
-        return cpu.backward(do, dlse, q, k, v, out, lse, offsets_q, offsets_k, scale, window_left, window_right)
+        return cpu.backward(do, dlse, q, k, v, out, lse, offsets_q, offsets_k, scale, window_left, window_right, bias)
 
 
 @jagged_attention_backward_op.register_fake
@@ -117,19 +143,124 @@ def _backward_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+@torch.library.custom_op("gem_kernels::jagged_attention_bias_backward", mutates_args=(), device_types="cuda")
+def jagged_attention_bias_backward_op(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    offsets_q: Tensor,
+    offsets_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    position_bias: Tensor | None = None,
+    time_bias: Tensor | None = None,
+    times_q: Tensor | None = None,
+    times_k: Tensor | None = None,
+    buckets_per_octave: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the two tables in their dtypes, the same bits on every run; empty for a table that is None."""
+    from gem_kernels._src.jagged_attention.tables import launch_table_gradients
+
+    bias = Bias(position_bias, time_bias, times_q, times_k, buckets_per_octave)
+    sizes = (max_seqlen_q, max_seqlen_k, scale, window_left, window_right)
+    return _like_tables(
+        q, bias, launch_table_gradients(do, dlse, q, k, v, out, lse, offsets_q, offsets_k, *sizes, bias)
+    )
+
+
+@jagged_attention_bias_backward_op.register_kernel("cpu")
+def _bias_backward_cpu(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    offsets_q: Tensor,
+    offsets_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    position_bias: Tensor | None = None,
+    time_bias: Tensor | None = None,
+    times_q: Tensor | None = None,
+    times_k: Tensor | None = None,
+    buckets_per_octave: int = 1,
+) -> tuple[Tensor, Tensor]:
+    bias = Bias(position_bias, time_bias, times_q, times_k, buckets_per_octave)
+    options = (scale, window_left, window_right, bias)
+    with torch.autocast("cpu", enabled=False):
+        gradients = cpu.backward_tables(do, dlse, q, k, v, out, lse, offsets_q, offsets_k, *options)
+    return _like_tables(q, bias, gradients)
+
+
+def _like_tables(q: Tensor, bias: Bias, gradients: tuple[Tensor | None, Tensor | None]) -> tuple[Tensor, Tensor]:
+    """Table gradients in the dtypes of the tables; an op returns no None, so an absent table gets an empty tensor."""
+    dposition, dtime = (
+        q.new_empty(0) if table is None or gradient is None else gradient.to(table.dtype)
+        for table, gradient in zip((bias.position, bias.time), gradients, strict=True)
+    )
+    return dposition, dtime
+
+
+@jagged_attention_bias_backward_op.register_fake
+def _bias_backward_fake(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    offsets_q: Tensor,
+    offsets_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    position_bias: Tensor | None = None,
+    time_bias: Tensor | None = None,
+    *_: Any,
+) -> tuple[Tensor, Tensor]:
+    dposition, dtime = (
+        q.new_empty(0) if table is None else table.new_empty(table.shape) for table in (position_bias, time_bias)
+    )
+    return dposition, dtime
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, offsets_q, offsets_k, *ctx.scalars, _validate = inputs
+    q, k, v, offsets_q, offsets_k, *scalars, _validate, position, time, times_q, times_k, per_octave = inputs
+    ctx.scalars = scalars
+    ctx.buckets_per_octave = per_octave
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, offsets_q, offsets_k)
+    ctx.save_for_backward(q, k, v, *output, offsets_q, offsets_k, position, time, times_q, times_k)
 
 
 def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse, offsets_q, offsets_k = ctx.saved_tensors
+    q, k, v, out, lse, offsets_q, offsets_k, *bias = ctx.saved_tensors
     if do is None and dlse is None:
-        return (None,) * 11
+        return (None,) * 16
     do = torch.zeros_like(out) if do is None else do
-    dq, dk, dv = jagged_attention_backward_op(do, dlse, q, k, v, out, lse, offsets_q, offsets_k, *ctx.scalars)
-    return dq, dk, dv, *(None,) * 8
+    args = (do, dlse, q, k, v, out, lse, offsets_q, offsets_k, *ctx.scalars, *bias, ctx.buckets_per_octave)
+    dq, dk, dv = jagged_attention_backward_op(*args)
+    dposition = dtime = None
+    # Frozen tables cost nothing. The dispatcher drops trailing arguments at their defaults.
+    position_needed, time_needed = (*ctx.needs_input_grad, *(False,) * 5)[11:13]
+    if position_needed or time_needed:
+        dposition, dtime = jagged_attention_bias_backward_op(*args)
+    dposition, dtime = dposition if position_needed else None, dtime if time_needed else None
+    return dq, dk, dv, *(None,) * 8, dposition, dtime, *(None,) * 3
 
 
 jagged_attention_op.register_autograd(_backward, setup_context=_setup_context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +17,14 @@ from gem_kernels._src.jagged_attention.backward import (
     _jagged_attention_bwd_dkdv_kernel,
     _jagged_attention_bwd_dq_kernel,
 )
+from gem_kernels._src.jagged_attention.bias import Bias
 from gem_kernels._src.jagged_attention.configs import select
 from gem_kernels._src.jagged_attention.forward import _jagged_attention_fwd_kernel
+from gem_kernels._src.jagged_attention.tables import (
+    _jagged_attention_bwd_position_kernel,
+    _jagged_attention_bwd_time_kernel,
+    tile_rows,
+)
 
 _KERNELS: dict[Kernel, Any] = {
     "forward": _jagged_attention_fwd_kernel,
@@ -25,6 +32,52 @@ _KERNELS: dict[Kernel, Any] = {
     "dkdv": _jagged_attention_bwd_dkdv_kernel,
     "dqdkdv": _jagged_attention_bwd_dkdv_kernel,
 }
+
+
+_BIAS_TYPES = {
+    "position_ptr": "*fp32",
+    "time_ptr": "*fp32",
+    "times_q_ptr": "*i64",
+    "times_k_ptr": "*i64",
+    "partial_ptr": "*fp32",
+    "ends_ptr": "*fp32",
+}
+_NO_BIAS = dict.fromkeys(("position_ptr", "time_ptr", "times_q_ptr", "times_k_ptr"))
+
+
+def _with_types(spec: CompileSpec) -> CompileSpec:
+    """The arguments of the bias in their own types, not in that of q."""
+    types = {name: value for name, value in _BIAS_TYPES.items() if name in spec.signature}
+    return dataclasses.replace(spec, signature={**spec.signature, **types})
+
+
+def _bias_flags(bias: bool) -> dict[str, Any]:
+    """Both parts of a bias, or none."""
+    return {"HAS_POSITION": True, "HAS_TIME": True, "TIME_SHIFT": 0} if bias else {**_NO_BIAS, **Bias().flags()}
+
+
+def _table_specs(dtype: torch.dtype, dim: int, target: int) -> list[CompileSpec]:
+    """The two kernels of the table gradients, for all keys and for a window."""
+    rows, num_warps = tile_rows(dim, dtype)
+    config = TileConfig(block_m=rows, block_n=rows, num_warps=num_warps, num_stages=1)
+    constexprs = {**_bias_flags(True), "HAS_ENDS": True, "BUCKETS": 64}
+    return [
+        _with_types(
+            attention_spec(
+                f"{name}-{TRITON_NAMES[dtype]}-{dim}-sm{target}",
+                kernel,
+                config,
+                dtype,
+                dim,
+                target=target,
+                constexprs=constexprs,
+            )
+        )
+        for name, kernel in (
+            ("time", _jagged_attention_bwd_time_kernel),
+            ("position", _jagged_attention_bwd_position_kernel),
+        )
+    ]
 
 
 def _spec(
@@ -36,18 +89,21 @@ def _spec(
     *,
     lengths: tuple[int, int] = (4096, 4096),
     window: bool = False,
+    bias: bool = False,
     search: bool = False,
 ) -> CompileSpec:
-    return attention_spec(
-        f"{name}-{TRITON_NAMES[dtype]}-{dim}-sm{target}{suffix}",
-        _KERNELS[name],
-        fit_lengths(select(name, dim, dtype, (target // 10, 0)), *lengths),
-        dtype,
-        dim,
-        target=target,
-        constexprs={"WRITE_DQ": name == "dqdkdv"},
-        window=window,
-        search=search,
+    return _with_types(
+        attention_spec(
+            f"{name}-{TRITON_NAMES[dtype]}-{dim}-sm{target}{suffix}",
+            _KERNELS[name],
+            fit_lengths(select(name, dim, dtype, (target // 10, 0), has_bias=bias), *lengths),
+            dtype,
+            dim,
+            target=target,
+            constexprs={"WRITE_DQ": name == "dqdkdv", **_bias_flags(bias)},
+            window=window,
+            search=search,
+        )
     )
 
 
@@ -57,8 +113,11 @@ def compile_specs() -> Sequence[CompileSpec]:
     for target in (90, 100):
         for name in _KERNELS:
             specs += [_spec(name, dtype, dim, target) for dtype, dim in compiled_sizes(name)]
+            specs += [_spec(name, dtype, dim, target, "-bias", bias=True) for dtype, dim in compiled_sizes(name)]
             if name != "dqdkdv":
                 specs.append(_spec(name, torch.bfloat16, 128, target, "-window", window=True))
+        for dtype, dim in compiled_sizes("forward"):
+            specs += _table_specs(dtype, dim, target)
         specs.append(
             attention_spec(
                 f"delta-bf16-128-sm{target}",

@@ -1,0 +1,436 @@
+"""Triton gradients of the bias tables, deterministic: each program sums into registers and writes one partial.
+
+With dS = P * (dP - delta), an entry's gradient is the sum of dS over its pairs. Both kernels compute dS again, tile by
+tile, and a fixed number of programs per head walks the query tiles of the batch with a fixed stride; the partials,
+at most ``_NUM_PROGRAMS`` rows whatever the batch is, are added in order afterwards. No atomics.
+
+Time buckets: a tile of pairs meets few buckets, for gaps are logarithmic and events lie in order of time, so the
+kernel takes the tile's smallest and largest bucket and sums each one in between. Any order of times is right.
+
+Positions: a tile of queries m and the keys from m + c on hold the diagonals j - i = c, c + 1, ...; shifting row i by i
+turns them into columns. Distances beyond the table's reach belong to its two end entries, which the first kernel sums.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gem_kernels._src.attention.configs import power_of_two, precision_of
+from gem_kernels._src.attention.launch import clamp_window, device_guard, unit_stride
+from gem_kernels._src.jagged_attention.backward import launch_delta, load_log2_lse
+from gem_kernels._src.jagged_attention.bias import Bias
+from gem_kernels._src.jagged_attention.bias_tiles import add_bias, load_times, time_bucket
+from gem_kernels._src.jagged_attention.forward import RUNTIME_SIZES
+from gem_kernels._src.tiles.index import find_sequence
+from gem_kernels._src.tiles.mask import key_range, pair_mask
+from gem_kernels._src.tiles.memory import load_row_scalars, load_rows, sequence_bounds
+
+_LOG2E = tl.constexpr(math.log2(math.e))
+_NUM_PROGRAMS = 1024
+"""Programs of one launch, over all heads and chunks: enough to fill a GPU, few enough for small partials."""
+_SIZES = [*RUNTIME_SIZES, "num_parts", "num_chunks", "lowest"]
+
+
+def tile_rows(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
+    """(rows, warps) of the square tiles of both kernels; the keys of the position kernel are twice as many."""
+    if dtype == torch.float32:
+        return (32, 4) if head_dim <= 64 else (16, 4)
+    return (64, 8) if head_dim <= 128 else (32, 8)
+
+
+@triton.jit
+def _load_rows_from(ptr, first, num_rows, stride_t, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    """``load_rows`` for a ``first`` that may be negative: rows below 0 read 0 too."""
+    rows = first + tl.arange(0, ROWS)
+    offs_d = tl.arange(0, BLOCK_DIM)
+    mask = ((rows >= 0) & (rows < num_rows))[:, None] & (offs_d < DIM)[None, :]
+    return tl.load(ptr + rows.to(tl.int64)[:, None] * stride_t + offs_d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_times_from(times_ptr, first, num_rows, ROWS: tl.constexpr, HAS_TIME: tl.constexpr):
+    """``load_times`` for a ``first`` that may be negative."""
+    rows = first + tl.arange(0, ROWS)
+    if HAS_TIME:
+        times = tl.load(times_ptr + rows.to(tl.int64), mask=(rows >= 0) & (rows < num_rows), other=0)
+        return times.to(tl.int64) if times.dtype == tl.int32 else times
+    else:
+        return rows
+
+
+@triton.jit
+def _score_gradient(
+    q,
+    do,
+    k,
+    v,
+    lse,
+    delta,
+    position_ptr,
+    time_ptr,
+    offs_m,
+    offs_n,
+    times_m,
+    times_n,
+    mask,
+    scale_log2,
+    radius,
+    num_buckets,
+    HAS_POSITION: tl.constexpr,
+    HAS_TIME: tl.constexpr,
+    TIME_SHIFT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """(M, N) float32 dS of one tile of pairs, 0 outside the mask."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+    scores = add_bias(
+        scores, scale_log2, position_ptr, time_ptr, offs_m[:, None], offs_n[None, :], times_m[:, None],
+        times_n[None, :], radius, num_buckets, HAS_POSITION, HAS_TIME, TIME_SHIFT,
+    )  # fmt: skip
+    return tl.where(mask, tl.exp2(scores - lse[:, None]) * (dp - delta[:, None]), 0.0)
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _jagged_attention_bwd_time_kernel(
+    q_ptr,  # (T_q, H, D)
+    k_ptr,  # (T_k, H_kv, D)
+    v_ptr,  # (T_k, H_kv, D_v)
+    do_ptr,  # (T_q, H, D_v)
+    lse_ptr,  # (T_q, H) float32
+    delta_ptr,  # (T_q, H) float32
+    partial_ptr,  # (num_parts, H, BUCKETS) float32, written only if HAS_TIME
+    ends_ptr,  # (num_parts, H, 2) float32, written only if HAS_ENDS
+    offsets_q_ptr,  # (B + 1,)
+    offsets_k_ptr,  # (B + 1,)
+    tile_offsets_ptr,  # (B + 1,) int64
+    position_ptr,  # (H, 2 * radius + 1) float32, read only if HAS_POSITION
+    time_ptr,  # (H, num_buckets) float32, read only if HAS_TIME
+    times_q_ptr,  # (T_q,), read only if HAS_TIME
+    times_k_ptr,  # (T_k,), read only if HAS_TIME
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kh,
+    stride_vt,
+    stride_vh,
+    stride_dot,
+    stride_doh,
+    num_sequences,
+    num_parts,
+    num_steps,
+    left,
+    right,
+    scale,
+    radius,
+    num_buckets,
+    num_heads,
+    GROUP: tl.constexpr,  # query heads per key head
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BUCKETS: tl.constexpr,  # power of two >= num_buckets
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_POSITION: tl.constexpr,
+    HAS_TIME: tl.constexpr,
+    HAS_ENDS: tl.constexpr,  # distances beyond the radius exist
+    TIME_SHIFT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Sum dS by time bucket (HAS_TIME) and over the distances below -radius and above radius (HAS_ENDS)."""
+    part = tl.program_id(0) // num_heads
+    head = (tl.program_id(0) % num_heads).to(tl.int64)
+    q_ptr += head * stride_qh
+    do_ptr += head * stride_doh
+    k_ptr += head // GROUP * stride_kh
+    v_ptr += head // GROUP * stride_vh
+    if HAS_POSITION:
+        position_ptr += head * (2 * radius + 1)
+    if HAS_TIME:
+        time_ptr += head * num_buckets
+    ids = tl.arange(0, BUCKETS)
+    sums = tl.zeros([BUCKETS], dtype=tl.float32)
+    below = tl.zeros([BLOCK_M], dtype=tl.float32)
+    above = tl.zeros([BLOCK_M], dtype=tl.float32)
+    num_tiles = tl.load(tile_offsets_ptr + num_sequences).to(tl.int32)
+    for tile in range(part, num_tiles, num_parts):
+        b = find_sequence(tile_offsets_ptr, tile, num_sequences, num_steps)
+        first = (tile - tl.load(tile_offsets_ptr + b)).to(tl.int32) * BLOCK_M
+        start_q, len_q = sequence_bounds(offsets_q_ptr, b)
+        start_k, len_k = sequence_bounds(offsets_k_ptr, b)
+        row = start_q * num_heads + head
+        q = load_rows(q_ptr + start_q * stride_qt, first, len_q, stride_qt, BLOCK_M, D, BLOCK_D)
+        do = load_rows(do_ptr + start_q * stride_dot, first, len_q, stride_dot, BLOCK_M, D_V, BLOCK_DV)
+        lse = load_log2_lse(lse_ptr + row, first, len_q, num_heads, BLOCK_M)
+        delta = load_row_scalars(delta_ptr + row, first, len_q, num_heads, BLOCK_M, 0.0)
+        offs_m = first + tl.arange(0, BLOCK_M)
+        times_m = offs_m
+        if HAS_TIME:
+            times_m = load_times(times_q_ptr + start_q, first, len_q, BLOCK_M, HAS_TIME)
+        low, _split, high = key_range(first, len_k, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
+        for n in range(low, high, BLOCK_N):
+            # A tile within the radius has nothing for the ends.
+            beyond = (n - first - (BLOCK_M - 1) < -radius) | (n + BLOCK_N - 1 - first > radius)
+            if HAS_TIME or beyond:
+                offs_n = n + tl.arange(0, BLOCK_N)
+                mask = pair_mask(offs_m[:, None], offs_n[None, :], len_k, left, right, HAS_LEFT, HAS_RIGHT)
+                mask = mask & (offs_m < len_q)[:, None]
+                k = load_rows(k_ptr + start_k * stride_kt, n, len_k, stride_kt, BLOCK_N, D, BLOCK_D)
+                v = load_rows(v_ptr + start_k * stride_vt, n, len_k, stride_vt, BLOCK_N, D_V, BLOCK_DV)
+                times_n = offs_n
+                if HAS_TIME:
+                    times_n = load_times(times_k_ptr + start_k, n, len_k, BLOCK_N, HAS_TIME)
+                ds = _score_gradient(
+                    q, do, k, v, lse, delta, position_ptr, time_ptr, offs_m, offs_n, times_m, times_n, mask,
+                    scale * _LOG2E, radius, num_buckets, HAS_POSITION, HAS_TIME, TIME_SHIFT, PRECISION,
+                )  # fmt: skip
+                if HAS_ENDS:
+                    distance = offs_n[None, :] - offs_m[:, None]
+                    below += tl.sum(tl.where(distance < -radius, ds, 0.0), 1)
+                    above += tl.sum(tl.where(distance > radius, ds, 0.0), 1)
+                if HAS_TIME:
+                    bucket = time_bucket(times_m[:, None], times_n[None, :], num_buckets, TIME_SHIFT)
+                    smallest = tl.min(tl.min(tl.where(mask, bucket, num_buckets), 1), 0)
+                    largest = tl.max(tl.max(tl.where(mask, bucket, -1), 1), 0)
+                    for c in range(smallest, largest + 1):
+                        entry = tl.sum(tl.sum(tl.where(bucket == c, ds, 0.0), 1), 0)
+                        sums += tl.where(ids == c, entry, 0.0)
+    slot = part.to(tl.int64) * num_heads + head
+    if HAS_TIME:
+        tl.store(partial_ptr + slot * BUCKETS + ids, sums)
+    if HAS_ENDS:
+        tl.store(ends_ptr + slot * 2, tl.sum(below, 0))
+        tl.store(ends_ptr + slot * 2 + 1, tl.sum(above, 0))
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _jagged_attention_bwd_position_kernel(
+    q_ptr,  # (T_q, H, D)
+    k_ptr,  # (T_k, H_kv, D)
+    v_ptr,  # (T_k, H_kv, D_v)
+    do_ptr,  # (T_q, H, D_v)
+    lse_ptr,  # (T_q, H) float32
+    delta_ptr,  # (T_q, H) float32
+    partial_ptr,  # (num_parts, H, num_chunks * BLOCK_M) float32
+    offsets_q_ptr,  # (B + 1,)
+    offsets_k_ptr,  # (B + 1,)
+    tile_offsets_ptr,  # (B + 1,) int64
+    position_ptr,  # (H, 2 * radius + 1) float32
+    time_ptr,  # (H, num_buckets) float32, read only if HAS_TIME
+    times_q_ptr,  # (T_q,), read only if HAS_TIME
+    times_k_ptr,  # (T_k,), read only if HAS_TIME
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kh,
+    stride_vt,
+    stride_vh,
+    stride_dot,
+    stride_doh,
+    num_sequences,
+    num_parts,
+    num_chunks,
+    num_steps,
+    lowest,  # distance j - i of the first column
+    left,
+    right,
+    scale,
+    radius,
+    num_buckets,
+    num_heads,
+    GROUP: tl.constexpr,  # query heads per key head
+    D: tl.constexpr,
+    D_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # queries of a tile and distances of a chunk
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_POSITION: tl.constexpr,
+    HAS_TIME: tl.constexpr,
+    TIME_SHIFT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Sum dS over the diagonals j - i = lowest + chunk * BLOCK_M + [0, BLOCK_M) of this program's query tiles."""
+    head = (tl.program_id(0) % num_heads).to(tl.int64)
+    chunk = tl.program_id(0) // num_heads % num_chunks
+    part = tl.program_id(0) // num_heads // num_chunks
+    q_ptr += head * stride_qh
+    do_ptr += head * stride_doh
+    k_ptr += head // GROUP * stride_kh
+    v_ptr += head // GROUP * stride_vh
+    position_ptr += head * (2 * radius + 1)
+    if HAS_TIME:
+        time_ptr += head * num_buckets
+    distance = lowest + chunk * BLOCK_M
+    local = tl.arange(0, BLOCK_M)
+    shift = local[:, None] + local[None, :]  # row i's key of diagonal c lies at i + c of the key tile
+    sums = tl.zeros([BLOCK_M], dtype=tl.float32)
+    num_tiles = tl.load(tile_offsets_ptr + num_sequences).to(tl.int32)
+    for tile in range(part, num_tiles, num_parts):
+        b = find_sequence(tile_offsets_ptr, tile, num_sequences, num_steps)
+        first = (tile - tl.load(tile_offsets_ptr + b)).to(tl.int32) * BLOCK_M
+        start_q, len_q = sequence_bounds(offsets_q_ptr, b)
+        start_k, len_k = sequence_bounds(offsets_k_ptr, b)
+        n = first + distance
+        if (n < len_k) & (n + 2 * BLOCK_M > 0):
+            row = start_q * num_heads + head
+            q = load_rows(q_ptr + start_q * stride_qt, first, len_q, stride_qt, BLOCK_M, D, BLOCK_D)
+            do = load_rows(do_ptr + start_q * stride_dot, first, len_q, stride_dot, BLOCK_M, D_V, BLOCK_DV)
+            lse = load_log2_lse(lse_ptr + row, first, len_q, num_heads, BLOCK_M)
+            delta = load_row_scalars(delta_ptr + row, first, len_q, num_heads, BLOCK_M, 0.0)
+            k = _load_rows_from(k_ptr + start_k * stride_kt, n, len_k, stride_kt, 2 * BLOCK_M, D, BLOCK_D)
+            v = _load_rows_from(v_ptr + start_k * stride_vt, n, len_k, stride_vt, 2 * BLOCK_M, D_V, BLOCK_DV)
+            offs_m = first + local
+            offs_n = n + tl.arange(0, 2 * BLOCK_M)
+            times_m = offs_m
+            times_n = offs_n
+            if HAS_TIME:
+                times_m = load_times(times_q_ptr + start_q, first, len_q, BLOCK_M, HAS_TIME)
+                times_n = _load_times_from(times_k_ptr + start_k, n, len_k, 2 * BLOCK_M, HAS_TIME)
+            mask = pair_mask(offs_m[:, None], offs_n[None, :], len_k, left, right, HAS_LEFT, HAS_RIGHT)
+            mask = mask & (offs_n >= 0)[None, :] & (offs_m < len_q)[:, None]
+            ds = _score_gradient(
+                q, do, k, v, lse, delta, position_ptr, time_ptr, offs_m, offs_n, times_m, times_n, mask,
+                scale * _LOG2E, radius, num_buckets, HAS_POSITION, HAS_TIME, TIME_SHIFT, PRECISION,
+            )  # fmt: skip
+            sums += tl.sum(tl.gather(ds, shift, 1), 0)
+    slot = (part.to(tl.int64) * num_heads + head) * num_chunks + chunk
+    tl.store(partial_ptr + slot * BLOCK_M + local, sums)
+
+
+def launch_table_gradients(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    offsets_q: Tensor,
+    offsets_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    left: int,
+    right: int,
+    bias: Bias,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients (H, 2 P + 1) of the position table and (H, num_buckets) of the time table, float32.
+
+    Memory on top: partials of at most ``_NUM_PROGRAMS`` times a tile's rows (64) or the buckets, in float32, or, where
+    a table needs more programs than that, one copy of the table.
+    """
+    do, q, k, v = (unit_stride(x) for x in (do, q, k, v))
+    out, lse = out.contiguous(), lse.contiguous()
+    offsets_q, offsets_k = offsets_q.contiguous(), offsets_k.contiguous()
+    bias = bias.tables(torch.float32)
+    (total_q, num_heads, dim), (total_k, num_heads_kv, dim_v) = q.shape, v.shape
+    num_sequences = offsets_q.shape[0] - 1
+    dposition = None if bias.position is None else torch.zeros_like(bias.position)
+    dtime = None if bias.time is None else torch.zeros_like(bias.time)
+    if total_q == 0 or total_k == 0:
+        return dposition, dtime
+    left, right = clamp_window(left, right)
+    rows, num_warps = tile_rows(max(dim, dim_v), q.dtype)
+    # As a searched grid: the tiles before each sequence, known on the device only; the host knows a bound.
+    tiles = (torch.diff(offsets_q.to(torch.int64)) + (rows - 1)) // rows
+    tile_offsets = torch.nn.functional.pad(torch.cumsum(tiles, 0), (1, 0))
+    bound = total_q // rows + num_sequences
+    inputs = (offsets_q, offsets_k, tile_offsets, bias.position, bias.time, bias.times_q, bias.times_k)
+    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *do.stride()[:2])
+    num_steps = num_sequences.bit_length()
+    shared = {
+        "GROUP": num_heads // num_heads_kv,
+        "D": dim,
+        "D_V": dim_v,
+        "BLOCK_M": rows,
+        "BLOCK_D": power_of_two(dim),
+        "BLOCK_DV": power_of_two(dim_v),
+        "HAS_LEFT": left >= 0,
+        "HAS_RIGHT": right >= 0,
+        "PRECISION": precision_of(q.dtype),
+        "num_warps": num_warps,
+        "num_stages": 1,
+        **bias.flags(),
+    }
+    # Distances that can occur, and of them those with an entry of their own.
+    least = max(-(max_seqlen_q - 1), -left if left >= 0 else -max_seqlen_q)
+    most = min(max_seqlen_k - 1, right if right >= 0 else max_seqlen_k)
+    has_ends = dposition is not None and (least < -bias.radius or most > bias.radius)
+    lowest, highest = max(least, -bias.radius), min(most, bias.radius)
+    with device_guard(q):
+        delta = launch_delta(out, do, dlse)
+        if dtime is not None or has_ends:
+            num_parts = max(1, min(bound, _NUM_PROGRAMS // num_heads))
+            buckets = power_of_two(max(bias.num_buckets, 1))
+            partial = torch.empty(num_parts, num_heads, buckets, dtype=torch.float32, device=q.device)
+            ends = torch.empty(num_parts, num_heads, 2, dtype=torch.float32, device=q.device)
+            _jagged_attention_bwd_time_kernel[(num_parts * num_heads,)](
+                q,
+                k,
+                v,
+                do,
+                lse,
+                delta,
+                partial,
+                ends,
+                *inputs,
+                *strides,
+                num_sequences,
+                num_parts,
+                num_steps,
+                left,
+                right,
+                scale,
+                bias.radius,
+                bias.num_buckets,
+                num_heads,
+                BLOCK_N=rows,
+                BUCKETS=buckets,
+                HAS_ENDS=has_ends,
+                **shared,
+            )
+            if dtime is not None:
+                dtime = partial.sum(0)[:, : bias.num_buckets].contiguous()
+            if dposition is not None and has_ends:
+                dposition[:, :: max(2 * bias.radius, 1)] += ends.sum(0) if bias.radius else ends.sum((0, 2))[:, None]
+        if dposition is not None and lowest <= highest:
+            num_chunks = -(-(highest - lowest + 1) // rows)
+            num_parts = max(1, min(bound, _NUM_PROGRAMS // (num_heads * num_chunks)))
+            partial = torch.empty(num_parts, num_heads, num_chunks * rows, dtype=torch.float32, device=q.device)
+            _jagged_attention_bwd_position_kernel[(num_parts * num_chunks * num_heads,)](
+                q,
+                k,
+                v,
+                do,
+                lse,
+                delta,
+                partial,
+                *inputs,
+                *strides,
+                num_sequences,
+                num_parts,
+                num_chunks,
+                num_steps,
+                lowest,
+                left,
+                right,
+                scale,
+                bias.radius,
+                bias.num_buckets,
+                num_heads,
+                **shared,
+            )
+            width = highest - lowest + 1
+            dposition[:, lowest + bias.radius : highest + bias.radius + 1] += partial.sum(0)[:, :width]
+    return dposition, dtime
