@@ -89,10 +89,15 @@ def compile_spec(module_name: str, index: int) -> list[dict[str, object]]:
 
     spec = importlib.import_module(module_name).compile_specs()[index]
     names = spec.kernel.arg_names
-    source = ASTSource(
-        fn=spec.kernel,
-        signature={name: spec.signature.get(name, "constexpr") for name in names},
-        constexprs=dict(spec.constexprs),
+    source_type = ASTSource
+    if spec.kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source_type = GluonASTSource
+    source = source_type(
+        spec.kernel,
+        {name: spec.signature.get(name, "constexpr") for name in names},
+        constexprs={(names.index(name),): value for name, value in spec.constexprs.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in spec.aligned},
     )
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages}

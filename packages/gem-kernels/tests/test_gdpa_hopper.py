@@ -1,0 +1,184 @@
+"""Hopper's forward of GDPA: how it cuts a batch, when it is taken, and that it agrees with float64 on the GPU."""
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from gem_kernels import gdpa, reference
+from gem_kernels._src.gdpa import hopper_launch
+from gem_kernels._src.gdpa.hopper_schedule import make_schedule
+from gem_kernels.testing import assert_matches_oracle, attention_inputs, random_lengths
+
+
+def offsets_of(lengths):
+    return torch.tensor([0, *itertools.accumulate(lengths)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleCase:
+    id: str
+    lengths_q: tuple[int, ...]
+    lengths_k: tuple[int, ...]
+
+
+SCHEDULES = [
+    ScheduleCase(id="one", lengths_q=(5,), lengths_k=(3,)),
+    ScheduleCase(id="empty-sides", lengths_q=(0, 0, 3, 129), lengths_k=(1, 0, 0, 0)),
+    ScheduleCase(id="more-than-a-block", lengths_q=(5,) * 300, lengths_k=(3,) * 300),
+    ScheduleCase(id="mixed", lengths_q=(200,) * 90, lengths_k=(40, 64, 65, 256, 257, 900) * 15),
+    ScheduleCase(id="long", lengths_q=(3000, 1), lengths_k=(256, 5000)),
+]
+
+
+@pytest.mark.parametrize("max_tiles", [1, 8])
+@pytest.mark.parametrize("case", SCHEDULES, ids=lambda case: case.id)
+def test_chunks_cover_every_query_row_once_and_come_with_most_work_first(case, max_tiles, interpreter):
+    offsets_q, offsets_k = offsets_of(case.lengths_q), offsets_of(case.lengths_k)
+    schedule = make_schedule(
+        offsets_q, offsets_k, sum(case.lengths_q), tile_rows=128, resident_keys=256, max_tiles=max_tiles
+    )
+    count = int(schedule.num_chunks)
+    chunks = schedule.chunks[:count].tolist()
+    expected = []
+    for first_q, len_q, first_k, len_k in zip(
+        offsets_q.tolist()[:-1], case.lengths_q, offsets_k.tolist()[:-1], case.lengths_k, strict=True
+    ):
+        rows = 128 * max_tiles if len_k <= 256 else 128
+        expected += [[first_q + i, min(rows, len_q - i), first_k, len_k] for i in range(0, len_q, rows)]
+    assert sorted(chunks) == sorted(expected)
+    work = {row[2:][0]: 0 for row in chunks}
+    for _first_q, rows, first_k, len_k in chunks:
+        work[first_k] = max(work[first_k], rows * len_k)
+    order = [work[row[2]] for row in chunks]
+    if len(set(case.lengths_k)) == len(case.lengths_k):
+        assert order == sorted(order, reverse=True)
+
+
+def test_tensors_on_the_cpu_take_the_portable_kernel():
+    x = attention_inputs((3,), head_dim=128, dtype=torch.bfloat16)
+    assert not hopper_launch.applies(x.q, x.k, x.v, -1, -1, (9, 0))
+
+
+# ---------------------------------------------------------------- on the GPU
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """How often the Hopper kernel was launched."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    count = []
+    launch = hopper_launch.launch_hopper_forward
+
+    def counted(*args):
+        count.append(1)
+        launch(*args)
+
+    monkeypatch.setattr(hopper_launch, "launch_hopper_forward", counted)
+    return count
+
+
+def call(x, **options):
+    return gdpa(
+        x.q,
+        x.k,
+        x.v,
+        offsets_q=x.offsets_q,
+        offsets_k=x.offsets_k,
+        max_seqlen_q=x.max_seqlen_q,
+        max_seqlen_k=x.max_seqlen_k,
+        **options,
+    )
+
+
+def check(x, **options):
+    out = call(x, **options)
+
+    def by_loop(dtype):
+        y = x.to(dtype=dtype)
+        offsets = {"offsets_q": y.offsets_q, "offsets_k": y.offsets_k}
+        return reference.gdpa(y.q, y.k, y.v, **offsets, **options)
+
+    assert_matches_oracle("out", out, by_loop(torch.float64), by_loop(x.q.dtype), offsets=x.offsets_q)
+
+
+GPU_LENGTHS = [
+    # Many units of work for each program, so that tiles of one follow tiles of another.
+    ((5,) * 300, (3,) * 300),
+    ((200,) * 300, (40, 64, 65, 200, 256, 257) * 50),
+    ((64,) * 300, (600,) * 300),
+    ((256,) * 200, (256,) * 200),
+    ((1, 0, 63, 64, 65, 129, 300, 0, 5), (7, 64, 0, 65, 1, 300, 513, 0, 64)),
+    ((130,) * 5, (0, 1, 0, 0, 2)),
+    ((8192, 3), (100, 8192)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", GPU_LENGTHS, ids=[str(i) for i in range(len(GPU_LENGTHS))])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gpu_hopper_matches_oracle(lengths, head_dim, dtype, launches, poisoned_empty):
+    x = attention_inputs(*lengths, num_heads=4, num_heads_kv=2, head_dim=head_dim, dtype=dtype, device="cuda")
+    check(x, activation="fast_gelu", pre_scale=head_dim**-0.5, post_scale=0.3)
+    check(x, activation="silu", pre_scale=1.0)
+    assert len(launches) == 2
+
+
+@pytest.mark.gpu
+def test_gpu_hopper_without_keys_gives_zero(launches):
+    x = attention_inputs((130, 2), (0, 0), head_dim=128, dtype=torch.bfloat16, device="cuda")
+    assert not call(x, activation="gelu").any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3.0])
+def test_gpu_hopper_lets_no_sequence_reach_another(value, launches):
+    lengths_q, lengths_k = (70, 33, 150, 9) * 50, (70, 20, 40, 3) * 50
+    x = attention_inputs(lengths_q, lengths_k, num_heads=2, head_dim=128, dtype=torch.bfloat16, device="cuda")
+    before = call(x, activation="fast_gelu")
+    changed = x._replace(q=x.q.clone(), k=x.k.clone(), v=x.v.clone())
+    keep = torch.ones(x.q.shape[0], dtype=torch.bool)
+    for b in range(1, len(lengths_q), 4):
+        rows_q, rows_k = slice(*x.offsets_q[b : b + 2].tolist()), slice(*x.offsets_k[b : b + 2].tolist())
+        changed.q[rows_q] = value
+        changed.k[rows_k] = value
+        changed.v[rows_k] = value
+        keep[rows_q] = False
+    after = call(changed, activation="fast_gelu")
+    assert torch.equal(before.cpu()[keep], after.cpu()[keep])
+    assert not torch.equal(before.cpu()[~keep], after.cpu()[~keep])
+
+
+@pytest.mark.gpu
+def test_gpu_hopper_reads_views_of_one_projection(launches):
+    lengths = random_lengths(40, 300, seed=0)
+    x = attention_inputs(lengths, num_heads=2, head_dim=128, dtype=torch.bfloat16, device="cuda")
+    fused = torch.cat([x.q, x.k, x.v], 1)
+    q, k, v = fused.split(2, 1)
+    assert torch.equal(call(x._replace(q=q, k=k, v=v), activation="gelu"), call(x, activation="gelu"))
+    assert len(launches) == 2
+
+
+@pytest.mark.gpu
+def test_gpu_hopper_agrees_with_the_portable_kernel_and_with_itself(launches, monkeypatch):
+    lengths = random_lengths(300, 700, seed=0)
+    x = attention_inputs(lengths, num_heads=4, head_dim=128, dtype=torch.bfloat16, device="cuda")
+    out = call(x, activation="fast_gelu", pre_scale=0.1)
+    assert torch.equal(out, call(x, activation="fast_gelu", pre_scale=0.1))
+    monkeypatch.setattr(hopper_launch, "applies", lambda *_: False)
+    portable = call(x, activation="fast_gelu", pre_scale=0.1)
+    assert len(launches) == 2
+    torch.testing.assert_close(out, portable, rtol=2e-2, atol=2e-2 * float(portable.abs().max()))
+
+
+@pytest.mark.gpu
+def test_gpu_calls_that_the_hopper_kernel_cannot_serve_take_the_portable_one(launches):
+    x = attention_inputs((70, 3), head_dim=128, dtype=torch.bfloat16, device="cuda")
+    call(x, activation="gelu", window_size=(5, 5))
+    call(x, activation="gelu", causal=True)
+    for other in ({"head_dim": 96}, {"head_dim": 128, "head_dim_v": 64}, {"head_dim": 128, "contiguous": False}):
+        call(attention_inputs((70, 3), dtype=torch.bfloat16, device="cuda", **other), activation="gelu")
+    assert not launches
