@@ -240,11 +240,10 @@ def _native_mxfp8() -> Finding:
     if not torch.cuda.is_available():
         return _no_gpu(feature)
     major, minor = torch.cuda.get_device_capability()
-    if major >= 10:
-        return Finding(feature=feature, available=True, reason=f"sm_{major}{minor} multiplies MX formats")
+    gpu = f"sm_{major}{minor} {'has' if major >= 10 else 'has no'} MX matrix products"
     return Finding(
         feature=feature,
         available=False,
-        reason=f"sm_{major}{minor} has no MX matrix products; mxfp8 is emulated: same rounding, no gain in speed",
-        remedy="a Blackwell GPU (sm_100)",
+        reason=f"mxfp8 is emulated in this version: same rounding, no gain in speed; {gpu}",
+        remedy="the bf16 recipe where speed is the aim",
     )
