@@ -7,9 +7,10 @@ same run.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -52,6 +53,8 @@ class Op:
     """(q, k, v, *, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k) -> (T_q, H, D)."""
     reference: Callable[..., Tensor]
     """(q, k, v, *, offsets_q, offsets_k) -> (T_q, H, D): the loop."""
+    variants: Mapping[str, Callable[[], contextlib.AbstractContextManager[None]]] = field(default_factory=dict)
+    """Other kernels of the op: name, and the context in which a call takes them."""
 
     def on(self, x: AttentionInputs) -> Forward:
         """The op on the batch as a function of q, k, v."""
@@ -97,7 +100,20 @@ def dense_sdpa(shape: Shape, backend: torch.nn.attention.SDPBackend) -> Forward:
 
 def make_providers(op: Op, shape: Shape, x: AttentionInputs) -> dict[str, Forward]:
     """Ours first; of torch, what takes this shape."""
-    providers = {f"gem_kernels.{op.name}": op.on(x)}
+    attend = op.on(x)
+    providers = {f"gem_kernels.{op.name}": attend}
+    for name, context in op.variants.items():
+
+        def variant(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            context: Callable[[], contextlib.AbstractContextManager[None]] = context,
+        ) -> Tensor:
+            with context():
+                return attend(q, k, v)
+
+        providers[f"gem_kernels.{op.name} {name}"] = variant
     if shape.is_dense:
         backends = torch.nn.attention.SDPBackend
         providers["torch sdpa cudnn"] = dense_sdpa(shape, backends.CUDNN_ATTENTION)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gem_kernels import block_attention, jagged_attention
 from gem_kernels._src.block_attention.blocks import block_offsets, num_pairs
+from gem_kernels._src.block_attention.rotary import rotate
 from gem_kernels.testing import AttentionInputs, make_offsets, max_error, random_lengths
 from gem_kernels.testing.bench import Work, compare
 
@@ -71,7 +72,7 @@ def make_inputs(shape: Shape, device: torch.device) -> AttentionInputs:
 
 
 def make_providers(shape: Shape, inputs: AttentionInputs) -> dict[str, Forward]:
-    """Ours, and packed attention with every block as a sequence; its offsets are made beforehand."""
+    """Without rotation: ours, and packed attention with every block as a sequence; its offsets are made beforehand."""
     size = shape.block_size
     blocks = torch.unique_consecutive(block_offsets(inputs.offsets_q, inputs.q.shape[0], size))
     packed = {"offsets_q": blocks, "offsets_k": blocks, "max_seqlen_q": size, "max_seqlen_k": size}
@@ -95,24 +96,55 @@ def make_providers(shape: Shape, inputs: AttentionInputs) -> dict[str, Forward]:
     return providers
 
 
+def rotary_providers(shape: Shape, inputs: AttentionInputs) -> dict[str, Forward]:
+    """Rotation inside the kernel, and by torch operations before it, compiled on CUDA."""
+    total, half = inputs.q.shape[0], shape.head_dim // 2
+    angles = (
+        torch.arange(total, device=inputs.q.device)[:, None]
+        % 2000
+        * torch.logspace(0, -4, half, device=inputs.q.device)
+    )
+    table = torch.cat([angles.sin(), angles.cos()], 1)
+    options = {"offsets": inputs.offsets_q, "max_seqlen": inputs.max_seqlen_q, "block_size": shape.block_size}
+    turn = torch.compile(rotate, fullgraph=True) if inputs.q.is_cuda else rotate
+    return {
+        "block_attention, rotary": lambda q, k, v: block_attention(q, k, v, rotary=table, **options),
+        "torch rotation, then block_attention": lambda q, k, v: block_attention(
+            turn(q, table), turn(k, table), turn(v, table), **options
+        ),
+    }
+
+
 def run(shape: Shape, device: torch.device, repeats: int) -> None:
-    """Check that the providers agree, then time their forwards and their backwards."""
-    dtype = shape.dtype
+    """Plain and rotary block attention of one shape."""
     inputs = make_inputs(shape, device)
+    time_providers(shape, inputs, make_providers(shape, inputs), "block_attention", device, repeats)
+    time_providers(shape, inputs, rotary_providers(shape, inputs), "block_attention, rotary", device, repeats)
+
+
+def time_providers(
+    shape: Shape,
+    inputs: AttentionInputs,
+    providers: dict[str, Forward],
+    first: str,
+    device: torch.device,
+    repeats: int,
+) -> None:
+    """Check that the providers agree with the first, then time their forwards and their backwards."""
+    dtype = shape.dtype
     tensors = tuple(x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-    providers = make_providers(shape, inputs)
     outputs = {name: forward(*tensors) for name, forward in providers.items()}
-    ours = outputs["block_attention"][:4096].detach()
+    ours = outputs[first][:4096].detach()
     # A few roundings of the largest output.
     allowed = 8 * torch.finfo(dtype).eps * float(ours.abs().max())
     for name, out in outputs.items():
         error = max_error(out[:4096], ours)
         if not error <= allowed:
-            raise SystemExit(f"{name} differs from block_attention by {error:.1e} > {allowed:.1e}: not timed")
+            raise SystemExit(f"{name} differs from {first} by {error:.1e} > {allowed:.1e}: not timed")
     pairs = num_pairs(inputs.offsets_q, inputs.q.shape[0], shape.block_size)
     flops = 4 * pairs * shape.num_heads * shape.head_dim
     num_bytes = inputs.q.numel() * inputs.q.element_size()
-    common = {"op": "block_attention", "shape": shape.id, "dtype": dtype}
+    common = {"op": first, "shape": shape.id, "dtype": dtype}
     with torch.no_grad():
         compare(
             Work(direction="forward", flops=flops, num_bytes=4 * num_bytes, **common),

@@ -4,7 +4,8 @@ python bench_gdpa.py                 # all shapes; needs a CUDA device
 python bench_gdpa.py --quick         # the first two shapes, few repeats
 python bench_gdpa.py --tune dkdv     # time every candidate tile configuration of one kernel
 
-The other providers compute softmax attention: the same matmuls, another function between them.
+The other providers compute softmax attention: the same matmuls, another function between them. On Hopper the forward
+is timed twice, with its own kernel and with the portable one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import functools
 from attention_bench import HEAD_DIM, Op, Shape, main
 
 from gem_kernels import gdpa, reference
+from gem_kernels._src.gdpa.hopper_launch import portable_only
 
 SHAPES = [
     Shape(id="B1152-q256-k256", num_sequences=1152, max_seqlen_q=256, max_seqlen_k=256),
@@ -29,6 +31,7 @@ OP = Op(
     name="gdpa",
     attend=functools.partial(gdpa, **OPTIONS),
     reference=functools.partial(reference.gdpa, **OPTIONS),
+    variants={"portable": portable_only},
 )
 
 
