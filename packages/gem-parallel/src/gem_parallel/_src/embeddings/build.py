@@ -70,17 +70,17 @@ def make_store(group: Group, engines: Sequence[Engine], grid: Grid | None, stora
     """The store of one group; ``grid`` is None in one process."""
     if group.replicated:
         return ReplicatedStore(group, engines, storage.device)
-    if grid is None or (grid.replica_group is None and not group.joint):
+    if grid is None or (grid.copies is None and not group.joint):
         return FusedStore(group, engines, storage.device)
     gathered = None
-    if grid.replica_group is not None:
+    if grid.copies is not None:
         gathered = GatheredTables(
             slices=[weight for engine in engines for weight in engine.weights()],
             bases=slice_bases(group, grid.shard_rank),
             dim=group.dim,
             dtype=storage.weight_dtype,
             device=storage.device,
-            process_group=grid.replica_group,
+            copies=grid.copies,
             keep=storage.keep_gathered,
         )
     return ShardedStore(group, engines, grid, storage.device, gathered=gathered, wire_dtype=storage.wire_dtype)

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gem_parallel._src.embeddings.grid import Grid
 from gem_parallel._src.embeddings.ids import NUM_SUMMARY, BatchIds, BatchReport, GroupIds, summarise
 from gem_parallel._src.embeddings.layout import Group
+from gem_parallel._src.embeddings.link import Transfer
 from gem_parallel._src.embeddings.pending import GroupRequest, ReplicaRoute, Route
 from gem_parallel._src.embeddings.plan import Distinct, GroupPlan, block_order, find_distinct, order_locally
 from gem_parallel._src.embeddings.transfer import DeviceVector
@@ -27,6 +27,8 @@ __all__ = ["Exchanger", "RankReport"]
 NUM_FLAGS = 6
 """Leading columns of the counts: refused, malformed places and their first feature, first feature and id out of range,
 number of out-of-range ids."""
+
+COUNTS = "exchange: the exchange of counts"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +86,7 @@ class Exchanger:
 
     def exchange(
         self, batch: BatchIds, *, report_ids: bool
-    ) -> tuple[list[GroupRequest], list[dist.Work], BatchReport, list[RankReport]]:
+    ) -> tuple[list[GroupRequest], list[Transfer], BatchReport, list[RankReport]]:
         """Send a batch's ids.
 
         Args:
@@ -107,7 +109,10 @@ class Exchanger:
         received, from_replicas = self._tell(send, report_ids=report_ids)
         # One transfer: own counts and report, and everyone's counts and flags.
         parts = [summary, send.flatten(), received.flatten(), from_replicas.flatten()]
-        host = torch.tensor(DeviceVector(torch.cat(parts)).read())
+        try:
+            host = torch.tensor(DeviceVector(torch.cat(parts)).read(grid.shards.timeout_s))
+        except TimeoutError as error:
+            grid.shards.fail(COUNTS, grid.shards.timeout_s or 0.0, error)
         own, sent, got, others = host.split([part.numel() for part in parts])
         report = summarise(own.tolist())
         sent, got = sent.view_as(send), got.view_as(received)
@@ -145,8 +150,8 @@ class Exchanger:
         """
         grid = self._grid
         received = torch.empty_like(send)
-        dist.all_to_all_single(received, send, group=grid.shard_group)
-        if grid.replica_group is None:
+        grid.shards.all_to_all(received, send, what=COUNTS).wait()
+        if grid.copies is None:
             return received, received.new_zeros(0, 1 + NUM_FLAGS)
         bad = (received[:, 0] > 0) | (received[:, 1] > 0)
         if report_ids:
@@ -163,7 +168,7 @@ class Exchanger:
                 column += width
         told = torch.cat(blocks, dim=1)
         from_replicas = torch.empty_like(told)
-        dist.all_to_all_single(from_replicas, told, group=grid.replica_group)
+        grid.copies.all_to_all(from_replicas, told, what="exchange: the exchange of counts between copies").wait()
         return received, from_replicas
 
     def _faults(self, got: Tensor, others: Tensor, report_ids: bool) -> list[RankReport]:
@@ -180,7 +185,7 @@ class Exchanger:
 
     def _send(
         self, ids: GroupIds, plan: GroupPlan, found: Distinct, sent: Tensor, got: Tensor
-    ) -> tuple[GroupRequest, dist.Work]:
+    ) -> tuple[GroupRequest, Transfer]:
         """Send one group's ids; ``sent`` (L, T * M) and ``got`` (L, T, M) are counts on the host."""
         num_unique = int(sent.sum())
         # One slot more: all dropped ids share distinct number U.
@@ -194,10 +199,9 @@ class Exchanger:
         )
         send_splits, receive_splits = sent.sum(1).tolist(), got.sum((1, 2)).tolist()
         rows = local.new_empty(sum(receive_splits))
-        work = dist.all_to_all_single(
-            rows, local, receive_splits, send_splits, group=self._grid.shard_group, async_op=True
+        work = self._grid.shards.all_to_all(
+            rows, local, receive_splits, send_splits, what="exchange: the exchange of ids"
         )
-        assert work is not None
         counts = got.sum(2)
         route = Route(
             inverse=inverse,

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from enum import Enum
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from gem_parallel._src.embeddings.link import Link, Transfer
 
 __all__ = ["GatherState", "GatheredTables"]
 
@@ -40,7 +41,7 @@ class GatheredTables:
         dim: Columns.
         dtype: Of the weights.
         device: Of the tables.
-        process_group: The replicas.
+        copies: The replicas.
         keep: Whether a copy outlives its lookup.
     """
 
@@ -52,24 +53,24 @@ class GatheredTables:
         dim: int,
         dtype: torch.dtype,
         device: torch.device,
-        process_group: dist.ProcessGroup,
+        copies: Link,
         keep: bool,
     ) -> None:
         self.state = GatherState.SHARDED
         self.num_gathers = 0
         self._slices, self._bases = slices, bases
         self._dim, self._dtype, self._device = dim, dtype, device
-        self._process_group = process_group
+        self._copies = copies
         self._keep = keep
         self._whole: Tensor | None = None
         self._sent: Tensor | None = None
-        self._work: dist.Work | None = None
+        self._work: Transfer | None = None
 
     def begin(self) -> None:
         """Start the all-gather, unless a copy is here or on its way."""
         if self.state is not GatherState.SHARDED:
             return
-        length, replicas = self._bases[-1], self._process_group.size()
+        length, replicas = self._bases[-1], self._copies.size
         self._sent = torch.empty(length, self._dim, dtype=self._dtype, device=self._device)
         for rows, base in zip(self._slices, self._bases[:-1], strict=True):
             self._sent[base : base + rows.shape[0]].copy_(rows)
@@ -79,8 +80,8 @@ class GatheredTables:
         # All replicas of an owner have slices of one length, so they agree on whether there is anything to send.
         if length:
             # As bytes: not every backend knows every number format.
-            self._work = dist.all_gather_into_tensor(
-                self._whole.view(torch.uint8), self._sent.view(torch.uint8), group=self._process_group, async_op=True
+            self._work = self._copies.all_gather(
+                self._whole.view(torch.uint8), self._sent.view(torch.uint8), what="lookup: the gather of table slices"
             )
 
     def read(self, positions: Tensor) -> Tensor:

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from gem_parallel._src.embeddings.link import Link
 
 __all__ = ["Grid", "make_grid"]
 
@@ -22,14 +23,16 @@ class Grid:
     """M."""
     shard_rank: int
     replica_rank: int
-    shard_group: dist.ProcessGroup
+    shards: Link
     """The L ranks that hold one copy of the tables together: equal replica rank."""
-    replica_group: dist.ProcessGroup | None
+    copies: Link | None
     """The M ranks that own the same part of the tables; None if M is 1."""
+    everyone: Link
+    """All ranks that hold tables."""
     flat: DeviceMesh
     """All ranks on one axis, rank shard_rank * M + replica_rank."""
     replicas: DeviceMesh | None
-    """One axis over ``replica_group``."""
+    """One axis over ``copies``."""
     columns: dict[int, DeviceMesh]
     """Number of column shards -> axes ("column",) or ("column", "replica") of the ranks that hold a table so cut."""
 
@@ -43,7 +46,7 @@ class Grid:
         return self.rank_of(self.shard_rank, self.replica_rank)
 
 
-def make_grid(mesh: DeviceMesh, column_shards: Iterable[int]) -> Grid:
+def make_grid(mesh: DeviceMesh, column_shards: Iterable[int], *, timeout_s: float | None = None) -> Grid:
     """Read a mesh with the axis sparse_shard, or with sparse_replicate and sparse_shard.
 
     All ranks of the mesh call it, with equal arguments: it makes process groups.
@@ -51,6 +54,7 @@ def make_grid(mesh: DeviceMesh, column_shards: Iterable[int]) -> Grid:
     Args:
         mesh: One axis of any name, or the two named ones, in either order.
         column_shards: The numbers of column shards that occur among the tables.
+        timeout_s: Seconds that the host waits for one transfer; None is the process groups' own timeout.
 
     Raises:
         ValueError: other axes, or replicas of a shard that are not on consecutive ranks.
@@ -77,13 +81,18 @@ def make_grid(mesh: DeviceMesh, column_shards: Iterable[int]) -> Grid:
     flat = shard_axis
     if several:
         flat = DeviceMesh(mesh.device_type, table.flatten(), mesh_dim_names=("sparse",))
+
+    def link(axis: DeviceMesh) -> Link:
+        return Link(axis.get_group(), timeout_s=timeout_s, on_device=mesh.device_type == "cuda")
+
     return Grid(
         num_shards=num_shards,
         num_replicas=num_replicas,
         shard_rank=shard_axis.get_local_rank(),
         replica_rank=replica_axis.get_local_rank() if replica_axis is not None else 0,
-        shard_group=shard_axis.get_group(),
-        replica_group=replica_axis.get_group() if replica_axis is not None and several else None,
+        shards=link(shard_axis),
+        copies=link(replica_axis) if replica_axis is not None and several else None,
+        everyone=link(flat),
         flat=flat,
         replicas=replica_axis if several else None,
         columns={parts: _column_mesh(mesh.device_type, table, parts) for parts in sorted(set(column_shards))},

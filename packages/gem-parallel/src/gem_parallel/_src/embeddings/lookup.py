@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gem_parallel._src.embeddings.grid import Grid
 from gem_parallel._src.embeddings.ids import FeatureIds
+from gem_parallel._src.embeddings.link import Transfer
 from gem_parallel._src.embeddings.pending import GroupRequest
 from gem_parallel._src.embeddings.stores import (
     FusedStore,
@@ -90,8 +90,9 @@ def start_flights(
                 found,
                 send_splits=request.route.receive_splits,
                 receive_splits=request.route.send_splits,
-                process_group=grid.shard_group,
+                link=grid.shards,
                 wire_dtype=wire_dtype,
+                what="lookup: the exchange of rows",
                 # Dropped ids read a row of zeros.
                 extra=1,
             )
@@ -148,14 +149,15 @@ class Assemble(torch.autograd.Function):
         first = 0
         # Everyone's sums leave first; then, as they arrive, they go on to the slices or into the engines' backward.
         sent: list[RowTransfer | None] = []
-        added: dict[int, tuple[Tensor, dist.Work | None]] = {}
+        added: dict[int, tuple[Tensor, Transfer]] = {}
         for at, flight in enumerate(ctx.flights):
             num_features = len(flight.request.ids.features)
             mine = list(grads[first : first + num_features])
             first += num_features
             if isinstance(flight.store, ReplicatedStore):
                 total = _dense_gradients(flight.request, flight.store.num_rows, mine)
-                added[at] = total, dist.all_reduce(total, group=grid.flat.get_group(), async_op=True)
+                what = "backward: the sum of replicated tables' gradients"
+                added[at] = total, grid.everyone.all_reduce(total, what=what)
                 sent.append(None)
             elif flight.request.route is not None:
                 sent.append(_send_gradients(flight.request, mine, grid, ctx.wire_dtype))
@@ -177,7 +179,6 @@ class Assemble(torch.autograd.Function):
         for at, (flight, received, way) in enumerate(zip(ctx.flights, arrived, onward, strict=True)):
             if isinstance(flight.store, ReplicatedStore):
                 total, work = added[at]
-                assert work is not None
                 work.wait()
                 flight.store.update(total, update)
             elif isinstance(flight.store, ShardedStore):
@@ -298,8 +299,9 @@ def _send_gradients(
         total,
         send_splits=route.send_splits,
         receive_splits=route.receive_splits,
-        process_group=grid.shard_group,
+        link=grid.shards,
         wire_dtype=wire_dtype,
+        what="backward: the exchange of gradients",
     )
 
 

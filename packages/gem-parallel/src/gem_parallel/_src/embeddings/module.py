@@ -70,6 +70,8 @@ class ShardedEmbeddings(nn.Module):
             tables and the gather of slices are not.
         keep_gathered: With replicas, keep the gathered tables from one lookup to the next update. By default they are
             freed after each lookup; an update needs no gathered copy.
+        timeout_s: Longest that the host waits for the other ranks in one transfer, seconds; None is the process
+            groups' own timeout. On CUDA the host waits in ``exchange`` only; NCCL's watchdog ends what hangs later.
 
     Raises:
         ImportError: fbgemm-gpu is missing or does not load; the message has the pip line.
@@ -89,6 +91,7 @@ class ShardedEmbeddings(nn.Module):
         id_policy: IdPolicy = "error",
         wire_dtype: torch.dtype = torch.float32,
         keep_gathered: bool = False,
+        timeout_s: float | None = None,
     ) -> None:
         super().__init__()
         check_configs(tables, features)
@@ -102,6 +105,8 @@ class ShardedEmbeddings(nn.Module):
             raise ValueError(
                 f"ShardedEmbeddings: `wire_dtype` must be one of {', '.join(map(str, WIRE_DTYPES))}, got {wire_dtype}"
             )
+        if timeout_s is not None and not timeout_s > 0:
+            raise ValueError(f"ShardedEmbeddings: `timeout_s` must be above 0, got {timeout_s}")
         require_fbgemm("ShardedEmbeddings")
         self.tables = tuple(tables)
         self.features = tuple(features)
@@ -115,7 +120,7 @@ class ShardedEmbeddings(nn.Module):
         check_local_rows(self._shards)
         self._groups = make_groups(self._shards, self.features, joint_columns=optimizer.kind == "rowwise_adagrad")
         pieces = [shard.num_pieces for shard in self._shards if shard.num_pieces > 1]
-        self._grid = make_grid(mesh, pieces) if mesh is not None and several else None
+        self._grid = make_grid(mesh, pieces, timeout_s=timeout_s) if mesh is not None and several else None
         self._rank = self._grid.rank if self._grid is not None else 0
         storage = Storage(
             optimizer=optimizer,

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gem_parallel._src.embeddings.ids import BatchReport, GroupIds, summarise
+from gem_parallel._src.embeddings.link import Transfer
 from gem_parallel._src.embeddings.transfer import DeviceVector
 
 __all__ = ["GroupRequest", "LocalOrder", "Pending", "ReplicaRoute", "Route"]
@@ -85,7 +85,7 @@ class Pending:
     """Ids on their way to the ranks that own their rows. Hand it to ``ShardedEmbeddings.lookup`` once."""
 
     requests: tuple[GroupRequest, ...]
-    works: list[dist.Work]
+    works: list[Transfer]
     """Transfers that fill ``requests``."""
     summary: DeviceVector | None
     """The check's result while it is still to be read (one process)."""

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gem_parallel._src.embeddings.engine import Engine
 from gem_parallel._src.embeddings.gathered import GatheredTables
 from gem_parallel._src.embeddings.grid import Grid
 from gem_parallel._src.embeddings.layout import Group
+from gem_parallel._src.embeddings.link import Transfer
 from gem_parallel._src.embeddings.pending import GroupRequest, ReplicaRoute
 from gem_parallel._src.embeddings.plan import slice_bases
 from gem_parallel._src.embeddings.torch_engine import TorchEngine
@@ -83,7 +83,7 @@ class SliceIds:
 
     arriving: Tensor
     sent: Tensor
-    work: dist.Work
+    work: Transfer
 
     def wait(self) -> Tensor:
         """(K,) int64 positions in the gathered tables, as the replicas sent them."""
@@ -151,10 +151,9 @@ class ShardedStore:
             return None
         sent = request.rows if way.to_slices is None else request.rows.index_select(0, way.to_slices)
         arriving = sent.new_empty(sum(way.receive_splits))
-        work = dist.all_to_all_single(
-            arriving, sent, way.receive_splits, way.send_splits, group=self._grid.replica_group, async_op=True
-        )
-        assert work is not None
+        assert self._grid.copies is not None
+        what = "lookup: the exchange of ids between copies"
+        work = self._grid.copies.all_to_all(arriving, sent, way.receive_splits, way.send_splits, what=what)
         return SliceIds(arriving=arriving, sent=sent, work=work)
 
     def send_gradients(self, request: GroupRequest, grad: Tensor) -> RowTransfer | None:
@@ -162,13 +161,14 @@ class ShardedStore:
         way = request.replicas
         if way is None:
             return None
-        assert self._grid.replica_group is not None
+        assert self._grid.copies is not None
         return RowTransfer(
             grad if way.to_slices is None else grad.index_select(0, way.to_slices),
             send_splits=way.send_splits,
             receive_splits=way.receive_splits,
-            process_group=self._grid.replica_group,
+            link=self._grid.copies,
             wire_dtype=self._wire_dtype,
+            what="backward: the exchange of gradients between copies",
         )
 
     def update(self, request: GroupRequest, ids: Tensor, grad: Tensor, update: Update) -> None:
@@ -238,7 +238,8 @@ class ShardedStore:
         sent = torch.cat([none, *(each for parts in per_rank for each in parts)])
         splits = [sum(each.numel() for each in parts) for parts in per_rank]
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, splits, splits, group=self._grid.shard_group)
+        what = "backward: the exchange of squares between column shards"
+        self._grid.shards.all_to_all(received, sent, splits, splits, what=what).wait()
         sums = {name: torch.zeros_like(square) for name, square in squares.items()}
         start = 0
         # Ranks rise with the columns they hold.

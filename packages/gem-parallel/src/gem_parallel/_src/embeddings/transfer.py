@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -29,8 +30,20 @@ class DeviceVector:
         self._event = torch.cuda.Event()
         self._event.record()
 
-    def read(self) -> list[int]:
-        """Wait for the copy and return the numbers."""
-        if self._event is not None:
+    def read(self, timeout_s: float | None = None) -> list[int]:
+        """Wait for the copy and return the numbers.
+
+        Raises:
+            TimeoutError: the device did not come to the copy within ``timeout_s`` seconds.
+        """
+        if self._event is None:
+            return self._host.tolist()
+        if timeout_s is None:
             self._event.synchronize()
+        else:
+            deadline = time.monotonic() + timeout_s
+            while not self._event.query():
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"the device did not answer within {timeout_s:g} s")
+                time.sleep(1e-4)
         return self._host.tolist()

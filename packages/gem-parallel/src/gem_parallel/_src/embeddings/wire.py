@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from gem_parallel._src.embeddings.link import Link
 
 __all__ = ["WIRE_DTYPES", "RowTransfer", "bytes_per_row", "pack_rows", "unpack_rows"]
 
@@ -59,8 +60,9 @@ class RowTransfer:
         *,
         send_splits: list[int],
         receive_splits: list[int],
-        process_group: dist.ProcessGroup,
+        link: Link,
         wire_dtype: torch.dtype,
+        what: str,
         extra: int = 0,
     ) -> None:
         total = sum(receive_splits)
@@ -74,13 +76,10 @@ class RowTransfer:
         if wire_dtype != torch.float32:
             self._sent = pack_rows(rows, wire_dtype)
             self._arriving = self._sent.new_empty(total, self._sent.shape[1])
-        self._work = dist.all_to_all_single(
-            self._arriving, self._sent, receive_splits, send_splits, group=process_group, async_op=True
-        )
+        self._work = link.all_to_all(self._arriving, self._sent, receive_splits, send_splits, what=what)
 
     def wait(self) -> Tensor:
         """The rows that arrived; on CUDA the current stream waits, not the host."""
-        assert self._work is not None
         self._work.wait()
         if self._wire_dtype != torch.float32:
             unpack_rows(self._arriving, self._wire_dtype, self._out[: self._arriving.shape[0]])
