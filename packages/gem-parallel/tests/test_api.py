@@ -18,6 +18,7 @@ def test_public_names():
         "Topology",
         "__version__",
         "balance_samples",
+        "choose_collectives",
         "clip_grad_norm_",
         "defer_all_reduce",
         "engine_report",

@@ -147,7 +147,12 @@ COST = LengthCost(linear={"a": 1.0})
             {"method": "best"},
             "must be one of karmarkar_karp, greedy, none, got 'best'",
         ),
-        ({"a": torch.ones(2).long()}, lambda lengths: torch.ones(3), {}, "one cost for each sample"),
+        (
+            {"a": torch.ones(2).long()},
+            lambda lengths: torch.ones(3),
+            {},
+            r"one cost for each sample, shape \(B,\) = \(2,\), got \(3,\)",
+        ),
         ({"a": torch.ones(2).long()}, lambda lengths: torch.tensor([1.0, -1.0]), {}, "got -1.0 for lengths"),
     ],
 )

@@ -18,6 +18,9 @@ FEATURES = [
     "rowwise_adagrad_weight_decay_cpu",
     "nccl",
     "gloo",
+    "collectives_default",
+    "collectives_nccl_zero_cta",
+    "collectives_symm_mem_low_contention",
 ]
 
 

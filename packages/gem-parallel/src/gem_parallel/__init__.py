@@ -2,6 +2,7 @@
 
 from gem_parallel._version import __version__
 from gem_parallel.balance import LengthCost, balance_samples
+from gem_parallel.collectives import choose_collectives
 from gem_parallel.embeddings import FeatureConfig, Pending, ShardedEmbeddings, SparseOptimizerConfig, TableConfig
 from gem_parallel.engines import FeatureStatus, engine_report
 from gem_parallel.experts import ExpertParallel
@@ -26,6 +27,7 @@ __all__ = [
     "Topology",
     "__version__",
     "balance_samples",
+    "choose_collectives",
     "clip_grad_norm_",
     "defer_all_reduce",
     "engine_report",

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.metadata
 import re
 import warnings
-from dataclasses import dataclass
 from functools import cache
 
 import torch
+
+from gem_parallel._src.collectives.choose import collectives_status
+from gem_parallel._src.status import FeatureStatus
 
 __all__ = ["FeatureStatus", "engine_report", "require_fbgemm"]
 
 KNOWN_PAIRS = {"2.13": "1.8", "2.11": "1.6"}
 """torch release -> the fbgemm-gpu release built against its ABI; only pairs that this project's tests ran on."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FeatureStatus:
-    """One line of the report."""
-
-    feature: str
-    available: bool
-    reason: str
-    """What was found, or why the feature is not available."""
-    remedy: str = ""
-    """What to install or change; empty when available."""
 
 
 def _release(version: str) -> str:
@@ -131,7 +122,8 @@ def engine_report() -> dict[str, FeatureStatus]:
         Feature -> status. ``fbgemm``: the library loads. ``torch_fbgemm_pair``: the versions are a pair this project
         tests (an untested pair may work). ``embeddings_cpu``, ``embeddings_cuda``: tables on that device.
         ``adam_cpu``, ``rowwise_adagrad_weight_decay_cpu``: these optimizers for CPU tables. ``nccl``, ``gloo``:
-        backends for several ranks.
+        backends for several ranks. ``collectives_*``: the engines of ``gem_parallel.collectives``, before a group
+        narrows them.
     """
     fbgemm = _fbgemm_status()
     cpu = FeatureStatus(
@@ -163,6 +155,8 @@ def engine_report() -> dict[str, FeatureStatus]:
                 remedy="" if available else f"install a build of torch with {backend}",
             )
         )
+    for status in collectives_status().values():
+        rows.append(dataclasses.replace(status, feature=f"collectives_{status.feature}"))
     return {row.feature: row for row in rows}
 
 

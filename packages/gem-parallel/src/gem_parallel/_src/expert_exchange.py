@@ -35,12 +35,12 @@ class Exchange:
         if total == 0 or rest.numel() == 0:
             # Nothing to send; every rank sees the same counts.
             return tensor.new_empty((total, *rest))
-        allocate = self.collectives.allocate
-        output = allocate((len(counts) * longest, *rest), dtype=tensor.dtype, device=tensor.device)
+        size = (len(counts) * longest, *rest)
+        output = self.collectives.allocate(size, dtype=tensor.dtype, device=tensor.device)
         if len(tensor) == longest:
             part = tensor.contiguous()
         else:
-            part = allocate((longest, *rest), dtype=tensor.dtype, device=tensor.device)
+            part = tensor.new_empty((longest, *rest))
             part[: len(tensor)] = tensor
             part[len(tensor) :] = 0
         self.collectives.all_gather(output, part, self.group)
@@ -56,15 +56,14 @@ class Exchange:
         if total == 0 or rest.numel() == 0:
             return tensor.new_empty((mine, *rest))
         dtype = self.reduce_dtype or tensor.dtype
-        allocate = self.collectives.allocate
         if longest * len(counts) == total:
             padded = tensor.to(dtype).contiguous()
         else:
-            padded = allocate((len(counts) * longest, *rest), dtype=dtype, device=tensor.device)
+            padded = tensor.new_empty((len(counts) * longest, *rest), dtype=dtype)
             for piece, part in zip(padded.split(longest), tensor.split(counts), strict=True):
                 piece[: len(part)] = part
                 piece[len(part) :] = 0
-        output = allocate((longest, *rest), dtype=dtype, device=tensor.device)
+        output = tensor.new_empty((longest, *rest), dtype=dtype)
         self.collectives.reduce_scatter(output, padded, self.group)
         # No view: it would keep the padding alive, and fully_shard warns of what is done to views in place.
         return (output if mine == longest else output[:mine].clone()).to(tensor.dtype)

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from gem_parallel._src.collectives.base import Collectives
+from gem_parallel._src.collectives.fully_shard import set_fully_shard_collectives
 from gem_parallel._src.experts import ExpertParallel
 from gem_parallel._src.mesh import ParallelMesh
 
@@ -124,7 +126,9 @@ def _with_experts(module: nn.Module, units: list[str], mesh: ParallelMesh) -> tu
     return units, expert
 
 
-def parallelize(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> nn.Module:
+def parallelize(
+    module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, collectives: Collectives | None = None
+) -> nn.Module:
     """Shard a module's parameters over ``mesh.dense``, in place.
 
     With dp_replicate 1 this is FSDP over dp_shard x ep, else HSDP. With ep, each ``ExpertParallel`` is a unit, whose
@@ -139,6 +143,7 @@ def parallelize(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> nn
         module: Parameters on the mesh's device type, or on meta.
         plan: Units and dtypes.
         mesh: From ``ParallelDims.build_mesh``.
+        collectives: Engine that gathers parameters and reduces gradients; default: the groups' backend.
 
     Returns:
         ``module``, now also an FSDPModule.
@@ -168,6 +173,8 @@ def parallelize(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> nn
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
     _set_prefetch(module, units, plan)
+    if collectives is not None:
+        set_fully_shard_collectives(module, collectives)
     return module
 
 

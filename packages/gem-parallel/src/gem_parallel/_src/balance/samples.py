@@ -224,8 +224,8 @@ def balance_samples(
     mine = cost(lengths)
     if mine.shape != shape:
         raise ValueError(
-            f"balance_samples: `cost` must return shape (B,) = {tuple(shape)}, got {tuple(mine.shape)}; one cost for each "
-            "sample"
+            f"balance_samples: `cost` must return one cost for each sample, shape (B,) = {tuple(shape)}, got "
+            f"{tuple(mine.shape)}"
         )
     table = torch.stack([mine.double(), *[lengths[name].double() for name in names]], dim=1)
     counts, columns = _gather(table, group)

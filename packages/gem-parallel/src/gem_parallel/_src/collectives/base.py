@@ -4,34 +4,44 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Collectives", "DefaultCollectives"]
+__all__ = ["Collectives", "DefaultCollectives", "Waitable"]
 
 # torch 2.13 renamed the two functions and warns on the names that 2.11 has.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class Waitable(Protocol):
+    """Result of an operation that was started: torch's ``Work``, or an engine's own."""
+
+    def wait(self) -> Any:
+        """The caller's stream waits for the result."""
+
+
 class Collectives(ABC):
     """How a group of ranks gathers and reduces; engines differ in what does the copying, never in the result's meaning.
 
-    Buffers that come from ``allocate`` may be faster; any contiguous tensors are right.
+    Without ``async_op`` a result is valid for what the caller's stream runs next; the host does not wait on CUDA.
     """
 
     name: str
+    sm_free: tuple[str, ...] = ()
+    """Which of "all_gather", "reduce_scatter" move their data without a kernel on the GPU's SMs."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uninitialised buffer that suits this engine, for an input or an output."""
+        """Uninitialised buffer for the output of ``all_gather``; one from here saves a copy, any other is right."""
         return torch.empty(tuple(size), dtype=dtype, device=device)
 
     @abstractmethod
     def all_gather(
         self, output: Tensor, tensor: Tensor, group: dist.ProcessGroup, *, async_op: bool = False
-    ) -> dist.Work | None:
+    ) -> Waitable | None:
         """``output`` becomes the ``tensor`` of rank 0, then of rank 1 and so on, along dim 0.
 
         Args:
@@ -53,7 +63,7 @@ class Collectives(ABC):
         *,
         op: dist.ReduceOp.RedOpType | dist.ReduceOp = dist.ReduceOp.SUM,
         async_op: bool = False,
-    ) -> dist.Work | None:
+    ) -> Waitable | None:
         """``output`` becomes this rank's part of the sum of every rank's ``tensor``.
 
         Args:
@@ -75,7 +85,7 @@ class DefaultCollectives(Collectives):
 
     def all_gather(
         self, output: Tensor, tensor: Tensor, group: dist.ProcessGroup, *, async_op: bool = False
-    ) -> dist.Work | None:
+    ) -> Waitable | None:
         """See ``Collectives``."""
         return _all_gather(output, tensor, group=group, async_op=async_op)
 
@@ -87,6 +97,6 @@ class DefaultCollectives(Collectives):
         *,
         op: dist.ReduceOp.RedOpType | dist.ReduceOp = dist.ReduceOp.SUM,
         async_op: bool = False,
-    ) -> dist.Work | None:
+    ) -> Waitable | None:
         """See ``Collectives``."""
         return _reduce_scatter(output, tensor, op=op, group=group, async_op=async_op)
