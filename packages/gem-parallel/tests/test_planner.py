@@ -155,7 +155,7 @@ def test_other_kinds():
     ids = sum(256 * table.ids_per_sample for table in tables[2:]) + 4 * 1024 + 10
     assert plan.requested_ids == pytest.approx(ids)
     copied = place_tables([replace(tables[0], kind="replicated"), *tables[1:]], 4, WORK, H200)
-    assert copied.replicated_bytes == 10 * 64 * 4
+    assert copied.replicated_bytes == 10 * (64 + 1) * 4  # a flag says whether a row was named
     assert sum(copied.rest_bytes) - sum(plan.rest_bytes) == pytest.approx(3 * tables[0].rest_bytes)
 
 
@@ -399,3 +399,34 @@ def test_nothing_touches_torch():
     explain(make_model(), POD, LAYOUTS[0].dims, WORK)
     assert torch.equal(state, torch.get_rng_state())
     assert not torch.distributed.is_initialized()
+
+
+def test_column_shards_are_those_of_the_runtime():
+    tables = [
+        SparseTable(name="a", num_rows=1000, dim=64, kind="table_wise"),
+        SparseTable(name="b", num_rows=300, dim=24, kind="column_wise"),
+        SparseTable(name="c", num_rows=500, dim=32, kind="row_wise"),
+        SparseTable(name="d", num_rows=20, dim=8, kind="replicated"),
+    ]
+    shards = make_shards(
+        [TableConfig(name=t.name, num_rows=t.num_rows, dim=t.dim, placement=t.kind) for t in tables], 4
+    )
+    plan = place_tables(tables, 4, WORK, H200)
+    for rank in range(4):
+        spans = [(shard.rows_of(rank), shard.dim) for shard in shards]
+        assert plan.rest_bytes[rank] == pytest.approx(sum((end - start) * dim * 4 for (start, end), dim in spans))
+
+
+def test_copies_keep_slices():
+    model = make_model()
+    one = explain(model, POD, ParallelDims.for_world(32, dp_replicate=2), WORK)
+    four = explain(model, POD, ParallelDims.for_world(32, dp_replicate=2, sparse_replicate=4), WORK)
+    at = CATEGORIES.index("tables")
+    # The same bytes at rest whatever the number of copies, up to imbalance; the gathered copies come and go.
+    assert four.memory.peak.bytes[at] < 1.5 * one.memory.peak.bytes[at]
+    copies = [moment.bytes[CATEGORIES.index("table copies")] for moment in four.memory.moments]
+    assert copies[0] > 0
+    assert set(copies[1:]) == {0.0}
+    assert {each.tier for each in four.collectives if each.axis == "sparse_replicate"} == {"host"}
+    exchanged = [each for each in four.collectives if each.name == "rows"]
+    assert exchanged[0].tier_messages[1] < 8  # one rank per host of a zone, where one copy has all of them

@@ -1,6 +1,6 @@
 """The plan's bytes are those that ranks send: every collective of a step is counted, on two and on four ranks."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -150,8 +150,8 @@ def rank_dense(rank, world_size, folder):
     return results
 
 
-def rank_sparse(rank, world_size, folder):
-    mesh = ParallelDims.for_world(world_size).build_mesh("cpu").sparse
+def rank_sparse(rank, world_size, folder, replicas):
+    mesh = ParallelDims.for_world(world_size, sparse_replicate=replicas).build_mesh("cpu").sparse
     tables = [TableConfig(name=t.name, num_rows=t.num_rows, dim=t.dim, placement=t.kind) for t in TABLES]
     features = [FeatureConfig(name=t.name, table=t.name, pooling=t.pooling) for t in TABLES]
     embeddings = ShardedEmbeddings(tables, features, optimizer=SparseOptimizerConfig(), mesh=mesh)
@@ -163,13 +163,9 @@ def rank_sparse(rank, world_size, folder):
         values = (torch.arange(count) % distinct) * (table.num_rows // distinct)
         ids[table.name] = (values, torch.arange(0, count + 1, int(table.ids_per_sample)))
     with Recorder() as recorder:
-        pending = embeddings.exchange(ids)
-        split = len(recorder.calls)
-        outputs = embeddings.lookup(pending)
-        looked_up = len(recorder.calls)
+        outputs = embeddings.lookup(embeddings.exchange(ids))
         sum(output.sum() for output in outputs.values()).backward()
-    calls = recorder.calls
-    return {"counts": calls[:1], "ids": calls[1:split], "rows": calls[split:looked_up], "gradients": calls[looked_up:]}
+    return recorder.calls
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -177,9 +173,13 @@ def dense(request, ranks):
     return request.param, ranks("rank_dense", request.param)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(
+    scope="module", params=[(2, 1), (4, 1), (4, 2), (2, 2)], ids=lambda param: f"{param[0]}, {param[1]} copies"
+)
 def sparse(request, ranks):
-    return request.param, ranks("rank_sparse", request.param)
+    world_size, replicas = request.param
+    dims = ParallelDims.for_world(world_size, sparse_replicate=replicas)
+    return dims, ranks("rank_sparse", world_size, replicas=replicas)
 
 
 def predict(dims, tables=(), **sizes):
@@ -206,27 +206,71 @@ def test_the_prediction_depends_on_padding():
     assert gather.payload != 4 * (7 * 5 + 7) * 3 / 4
 
 
-@pytest.mark.parametrize("part", ["counts", "ids", "rows", "gradients"])
-def test_sparse_bytes(sparse, part):
-    world_size, results = sparse
-    report = predict(ParallelDims.for_world(world_size), TABLES)
-    collective = getattr(report.sparse, part)
-    calls = [result[part] for result in results]
-    assert all(kind == "all_to_all" for each in calls for kind, _, _ in each)
-    # Table-wise rows make ranks unequal; the plan's payload is the mean.
-    assert sum(sent for each in calls for _, sent, _ in each) == world_size * collective.payload
-    assert all(len(each) == sum(collective.tier_rounds) for each in calls)
-    assert all(len(each) * (world_size - 1) == sum(collective.tier_messages) for each in calls)
+def by_kind(calls, kind):
+    return [(sent, received) for found, sent, received in calls if found == kind]
+
+
+def test_sparse_bytes(sparse):
+    dims, results = sparse
+    report = predict(dims, TABLES)
+    expected = report.sparse.all()
+    assert {each.axis for each in expected} == {
+        axis for axis in ("sparse_shard", "sparse_replicate") if getattr(dims, axis) > 1
+    }
+    for kind in ("all_to_all", "all_gather"):
+        planned = [each for each in expected if each.kind == kind]
+        calls = [by_kind(each, kind) for each in results]
+        assert all(len(each) == len(calls[0]) for each in calls)
+        # Table-wise rows make ranks unequal: the plan has the mean of what is sent and the longest of what is gathered.
+        if kind == "all_to_all":
+            total = sum(sent for each in calls for sent, _ in each)
+            assert total == pytest.approx(dims.world_size * sum(each.payload for each in planned), rel=1e-12)
+            if dims.sparse_shard > 1:  # a group of one calls, and sends nothing
+                assert len(calls[0]) == sum(sum(each.tier_rounds) for each in planned)
+        else:
+            assert max(sum(sent for sent, _ in each) for each in calls) == sum(each.payload for each in planned)
+    assert sum(len(each) for each in results) == sum(
+        len(by_kind(each, kind)) for each in results for kind in ("all_to_all", "all_gather")
+    )
 
 
 def test_what_each_rank_serves(sparse):
-    world_size, results = sparse
-    report = predict(ParallelDims.for_world(world_size), TABLES)
-    assert len(set(report.tables.served_bytes)) > 1, "ranks should differ"
-    for rank, result in enumerate(results):
-        assert sum(received for _, _, received in result["ids"]) == 8 * report.tables.served_ids[rank]
-        assert sum(received for _, _, received in result["gradients"]) == report.tables.served_bytes[rank]
-        assert sum(received for _, _, received in result["rows"]) == report.tables.requested_bytes
+    dims, results = sparse
+    report = predict(dims, TABLES)
+    plan, replicas = report.tables, dims.sparse_replicate
+    if dims.sparse_shard == 1:
+        return
+    assert len(set(plan.served_bytes)) > 1, "ranks should differ"
+    for rank, calls in enumerate(results):
+        shard = rank // replicas
+        # Calls in order: counts, ids of both dims, rows of both, gradients of both; those between copies in between.
+        received = [size for _, size in by_kind(calls, "all_to_all")]
+        if replicas == 1:
+            ids, rows, gradients = sum(received[1:3]), sum(received[3:5]), sum(received[5:7])
+            assert ids == 8 * plan.served_ids[shard]
+            assert rows == plan.requested_bytes
+            assert gradients == plan.served_bytes[shard]
+        else:
+            assert sum(received[2:4]) == 8 * plan.served_ids[shard]
+
+
+def test_replicated_tables(ranks):
+    report = predict(ParallelDims.for_world(2), (replace(TABLES[0], kind="replicated"),))
+    (planned,) = report.sparse.all()
+    for calls in ranks("rank_copied", 2):
+        assert [(kind, sent) for kind, sent, _ in calls if kind == "all_reduce"] == [("all_reduce", planned.payload)]
+
+
+def rank_copied(rank, world_size, folder):
+    mesh = ParallelDims.for_world(world_size).build_mesh("cpu").sparse
+    table = TableConfig(name="user", num_rows=64, dim=8, placement="replicated")
+    embeddings = ShardedEmbeddings(
+        [table], [FeatureConfig(name="user", table="user")], optimizer=SparseOptimizerConfig(), mesh=mesh
+    )
+    with Recorder() as recorder:
+        outputs = embeddings.lookup(embeddings.exchange({"user": (torch.arange(64), torch.arange(65))}))
+        outputs["user"].sum().backward()
+    return recorder.calls
 
 
 class Counting(DefaultCollectives):

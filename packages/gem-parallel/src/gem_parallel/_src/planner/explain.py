@@ -48,6 +48,8 @@ class PlanReport:
     dims: ParallelDims
     workload: Workload
     hardware: Hardware
+    strategy: Strategy
+    """How tables left to ``auto`` were placed."""
     tables: TablePlan
     units: tuple[UnitTraffic, ...]
     sparse: SparseTraffic
@@ -189,6 +191,7 @@ def explain(
         dims=dims,
         workload=workload,
         hardware=hardware,
+        strategy=strategy,
         tables=plan,
         units=units,
         sparse=sparse,

@@ -68,8 +68,10 @@ def plan_memory(
     samples = workload.samples_per_rank
     saved = [unit.activation_bytes * samples for unit in model.units]
     kept = [each * (1 - workload.recompute) for each in saved]
-    tables = [max(plan.rest_bytes, default=0.0) / dims.sparse_replicate, max(plan.state_bytes, default=0.0)]
-    copies = max(plan.rest_bytes, default=0.0) - tables[0]
+    replicas = dims.sparse_replicate
+    tables = [max(plan.rest_bytes, default=0.0) / replicas, max(plan.state_bytes, default=0.0) / replicas]
+    # What is sent is a copy of the slice at rest, and what arrives holds all slices.
+    copies = max(plan.gathered_bytes, default=0.0) * (1 + 1 / replicas) if replicas > 1 else 0.0
     requested = plan.requested_bytes * workload.row_bytes / 4
     served = max(plan.served_bytes, default=0.0) * workload.row_bytes / 4 if dims.sparse_shard > 1 else 0.0
     outputs = sum(table.outputs_per_sample * table.dim * 4 for table in model.tables) * samples
@@ -112,10 +114,8 @@ def plan_memory(
         )
         done += 4.0 * elements[at]
         running -= kept[at]
-    note("table update", gradients=done, copied=copies, rows=2 * outputs + requested + served + 2 * ids)
+    note("table update", gradients=done, rows=2 * outputs + requested + served * (2 if replicas > 1 else 1) + 2 * ids)
     note("optimizer", gradients=done, rows=ids)
     peak = max(moments, key=lambda moment: moment.total)
-    lightest = min(
-        (a / dims.sparse_replicate + b for a, b in zip(plan.rest_bytes, plan.state_bytes, strict=True)), default=0.0
-    )
+    lightest = min((a + b for a, b in zip(plan.rest_bytes, plan.state_bytes, strict=True)), default=0.0) / replicas
     return MemoryPlan(moments=tuple(moments), peak=peak, capacity=capacity, lightest_tables=lightest)

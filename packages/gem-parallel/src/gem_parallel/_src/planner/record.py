@@ -39,6 +39,7 @@ def plan_record(report: PlanReport) -> dict[str, Any]:
         "workload": asdict(report.workload),
         "hardware": _rates(report),
         "tables": {
+            "strategy": report.strategy,
             "balance": plan.balance,
             "rest_bytes": {"max": max(plan.rest_bytes), "mean": sum(plan.rest_bytes) / len(plan.rest_bytes)},
             "served_bytes": {"max": max(plan.served_bytes), "mean": sum(plan.served_bytes) / len(plan.served_bytes)},

@@ -35,9 +35,11 @@ class TablePlan:
 
     placed: tuple[PlacedTable, ...]
     rest_bytes: tuple[float, ...]
-    """Weights."""
+    """Weights of a rank's part, over all its replicas."""
+    gathered_bytes: tuple[float, ...]
+    """The same, each replica's slice of a table padded to the longest."""
     state_bytes: tuple[float, ...]
-    """Optimizer state."""
+    """Optimizer state of a rank's part, over all its replicas."""
     served_bytes: tuple[float, ...]
     """Rows looked up for all ranks in one step, float32."""
     requested_bytes: float
@@ -48,7 +50,7 @@ class TablePlan:
     local_bytes: float
     """Rows of replicated tables that each rank reads for itself."""
     replicated_bytes: float
-    """Gradients of replicated tables, all-reduced whole."""
+    """Gradients of replicated tables and a flag per row, all-reduced whole."""
     num_columns: int
     """Tables whose counts are exchanged."""
     num_dims: int
@@ -158,7 +160,7 @@ def _first_kind(
     if strategy == "size":
         return "row_wise" if weight > fair else "table_wise"
     exchanged = 2 * rows_of(table, workload.samples_per_rank) * table.dim * workload.row_bytes
-    if "replicated" in kinds and 2 * table.num_rows * table.dim * 4 < exchanged:
+    if "replicated" in kinds and 2 * table.num_rows * (table.dim + 1) * 4 < exchanged:
         return "replicated"
     heavy = weight > fair or (memory_bytes is not None and table.rest_bytes > memory_bytes)
     if heavy and "column_wise" in kinds and 1 < weight / fair <= num_parts(table.dim, ranks):
@@ -180,8 +182,9 @@ def _lay_out(
     for i, (table, kind) in enumerate(zip(tables, kinds, strict=True)):
         if kind == "row_wise":
             cuts = _fractions(table.num_rows, ranks, replicas)
+            chunk = -(-table.num_rows // (ranks * replicas)) * replicas
             for first, last, share in cuts:
-                spread.add(table, share, workload, ranks, first, last, weights[i])
+                spread.add(table, share, workload, ranks, first, last, weights[i], gathered=chunk / table.num_rows)
             placed[i] = PlacedTable(table=table, kind=kind, owners=(0,), num_owners=cuts[-1][1])
         elif kind == "replicated":
             spread.add_copy(table, workload)
@@ -191,13 +194,15 @@ def _lay_out(
     owners = _pack(tables, kinds, weights, packed, spread.loads())
     for i, found in owners.items():
         share = 1 / len(found)
-        spread.add(tables[i], share, workload, ranks, found[0], found[-1] + 1, 0.0, ids=1.0)
+        padded = -(-tables[i].num_rows // replicas) * replicas / tables[i].num_rows
+        spread.add(tables[i], share, workload, ranks, found[0], found[-1] + 1, 0.0, ids=1.0, gathered=share * padded)
         placed[i] = PlacedTable(table=tables[i], kind=kinds[i], owners=tuple(found), num_owners=len(found))
     exchanged = [i for i, kind in enumerate(kinds) if kind != "replicated"]
     samples = workload.samples_per_rank
     return TablePlan(
         placed=tuple(each for each in placed if each is not None),
         rest_bytes=tuple(spread.total("rest")),
+        gathered_bytes=tuple(spread.total("gathered")),
         state_bytes=tuple(spread.total("state")),
         served_bytes=tuple(spread.total("rows")),
         served_ids=tuple(spread.total("ids")),
@@ -243,7 +248,7 @@ class _Spread:
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._steps = {name: [0.0] * (ranks + 1) for name in ("rest", "state", "rows", "ids", "weight")}
+        self._steps = {name: [0.0] * (ranks + 1) for name in ("rest", "gathered", "state", "rows", "ids", "weight")}
         self.local_bytes = 0.0
         self.replicated_bytes = 0.0
 
@@ -256,12 +261,15 @@ class _Spread:
         first: int,
         last: int,
         weight: float,
+        *,
+        gathered: float,
         ids: float | None = None,
     ) -> None:
-        """Put ``share`` of a table on each of the ranks [first, last)."""
+        """Put ``share`` of a table on each of the ranks [first, last), ``gathered`` of it counting padding."""
         served = rows_of(table, workload.samples_per_rank) * ranks
         amounts = {
             "rest": table.rest_bytes * share,
+            "gathered": table.rest_bytes * gathered,
             "state": table.num_rows * workload.state_bytes(table) * share,
             "rows": served * table.dim * 4 * share,
             "ids": served * (share if ids is None else ids),
@@ -276,7 +284,7 @@ class _Spread:
             self._steps[name][0] += amount
             self._steps[name][self._ranks] -= amount
         self.local_bytes += rows_of(table, workload.samples_per_rank) * table.dim * 4
-        self.replicated_bytes += float(table.num_rows * table.dim * 4)
+        self.replicated_bytes += float(table.num_rows * (table.dim + 1) * 4)
 
     def total(self, name: str) -> list[float]:
         found, running = [], 0.0

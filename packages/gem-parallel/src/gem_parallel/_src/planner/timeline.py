@@ -211,11 +211,12 @@ def _schedule(
     names = [unit.name or "(root)" for unit in model.units]
     gathered = [0.0] * len(units)
     gathered[0] = clock.send(units[0].forward_gather, "gather")
-    tables = clock.send(sparse.gather_forward, "copies")
-    looked_up = clock.compute("lookup", seconds.lookup * scales.tables, [tables])
+    slices = clock.send(sparse.slices, "copies")
+    clock.send(sparse.slice_ids, "copies")
+    looked_up = clock.compute("lookup", seconds.lookup * scales.tables, [slices])
     rows = clock.send(sparse.rows, "sparse", looked_up)
-    clock.send(sparse.counts, "sparse", rows)
-    clock.send(sparse.ids, "sparse", rows)
+    counted = clock.send(sparse.copy_counts, "copies", clock.send(sparse.counts, "sparse", rows))
+    clock.send(sparse.ids, "sparse", counted)
     clock.compute("pooling", seconds.pooling * scales.tables, [rows])
     before = 0.0
     for at, traffic in enumerate(units):
@@ -229,7 +230,6 @@ def _schedule(
         end = clock.compute(f"{names[at]} forward", seconds.forward[at] * scales.dense, [ready])
         if traffic.expert_forward is not None:
             clock.compute("", 0.0, [clock.send(traffic.expert_forward[1], "ep", end)])
-    copies = clock.send(sparse.gather_backward, "copies", clock.now)
     ends: list[float] = []
     gathered[last] = clock.send(units[last].backward_gather, "gather", clock.now)
     before = clock.now
@@ -250,8 +250,8 @@ def _schedule(
     pooled = clock.compute("pooling backward", seconds.pooling * scales.tables)
     home = clock.send(sparse.gradients, "sparse", pooled)
     ends.append(clock.send(sparse.replicated, "replicate", pooled))
-    updated = clock.compute("table update", seconds.update * scales.tables, [home, copies])
-    ends.append(clock.send(sparse.scatter, "copies", updated))
+    home = clock.send(sparse.slice_gradients, "copies", home)
+    clock.compute("table update", seconds.update * scales.tables, [home])
     clock.compute("", 0.0, ends)
     if dims.world_size > 1:
         group = Group(axis="dp_shard", degree=dims.dp_shard * dims.ep)

@@ -19,7 +19,7 @@ from gem_parallel._src.planner.network import (
 from gem_parallel._src.planner.tables import TablePlan
 from gem_parallel._src.topology import Topology
 
-__all__ = ["UnitTraffic", "dense_groups", "shard_elements", "sparse_traffic", "unit_traffic"]
+__all__ = ["SparseTraffic", "UnitTraffic", "dense_groups", "shard_elements", "sparse_traffic", "unit_traffic"]
 
 ID_BYTES = 8
 """Ids and counts travel as int64."""
@@ -114,29 +114,33 @@ def unit_traffic(unit: DenseUnit, dims: ParallelDims, workload: Workload, topolo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SparseTraffic:
-    """Collectives of the tables; None on one rank."""
+    """Collectives of the tables; None where nothing is sent.
+
+    Those of sparse_shard carry ids, rows and gradients between the ranks of one copy. Those of sparse_replicate put the
+    slices that the replicas keep at rest together for a lookup, and bring ids and gradients to the slice they change.
+    """
 
     counts: Collective | None
+    copy_counts: Collective | None
     ids: Collective | None
+    slices: Collective | None
+    slice_ids: Collective | None
     rows: Collective | None
     gradients: Collective | None
-    gather_forward: Collective | None
-    """The replicas' slices of the tables, put together before the lookup."""
-    gather_backward: Collective | None
-    scatter: Collective | None
-    """The updated slices, averaged."""
+    slice_gradients: Collective | None
     replicated: Collective | None
 
     def all(self) -> tuple[Collective, ...]:
         """Those that are sent."""
         found = (
             self.counts,
+            self.copy_counts,
             self.ids,
+            self.slices,
+            self.slice_ids,
             self.rows,
             self.gradients,
-            self.gather_forward,
-            self.gather_backward,
-            self.scatter,
+            self.slice_gradients,
             self.replicated,
         )
         return tuple(each for each in found if each is not None)
@@ -145,47 +149,36 @@ class SparseTraffic:
 def sparse_traffic(
     model: ModelDescription, plan: TablePlan, dims: ParallelDims, workload: Workload, topology: Topology
 ) -> SparseTraffic:
-    """What ``ShardedEmbeddings`` sends: counts, distinct ids, their rows, the gradients of these rows."""
+    """What ``ShardedEmbeddings`` sends: counts, distinct ids, their rows, the gradients of these rows.
+
+    Not counted: the norms that column-wise tables under row-wise AdaGrad exchange, and scales of float16 rows.
+    """
     group = Group(axis="sparse_shard", degree=dims.sparse_shard, stride=dims.sparse_replicate)
     copies = Group(axis="sparse_replicate", degree=dims.sparse_replicate)
-    counts = ids = rows = gradients = replicated = None
-    if model.tables and group.degree > 1 and plan.num_columns:
-        counted = group.degree * (NUM_FLAGS + plan.num_columns) * ID_BYTES
+    found: dict[str, Collective | None] = dict.fromkeys(SparseTraffic.__slots__)
+    if plan.num_columns and dims.world_size > 1:
         scale = workload.row_bytes / 4
-        heaviest = max(plan.served_bytes) * scale
-        asked = plan.requested_bytes * scale
-        counts = all_to_all("counts", "exchange", group, counted, topology)
-        ids = all_to_all(
-            "ids",
-            "exchange",
-            group,
-            plan.requested_ids * ID_BYTES,
-            topology,
-            heaviest=max(plan.served_ids) * ID_BYTES,
-            times=plan.num_dims,
-        )
-        rows = all_to_all("rows", "forward", group, asked, topology, heaviest=heaviest, times=plan.num_dims)
-        gradients = all_to_all(
-            "row gradients", "backward", group, asked, topology, heaviest=heaviest, times=plan.num_dims
-        )
+        ids = (plan.requested_ids * ID_BYTES, max(plan.served_ids) * ID_BYTES)
+        rows = (plan.requested_bytes * scale, max(plan.served_bytes) * scale)
+
+        def exchange(name: str, when: str, over: Group, sizes: tuple[float, float], times: int) -> Collective | None:
+            if over.degree == 1:
+                return None
+            return all_to_all(name, when, over, sizes[0], topology, heaviest=sizes[1], times=times)
+
+        counted = group.degree * (NUM_FLAGS + plan.num_columns * copies.degree) * ID_BYTES
+        told = copies.degree * (1 + NUM_FLAGS + plan.num_columns * group.degree) * ID_BYTES
+        times = plan.num_dims
+        found["counts"] = exchange("counts", "exchange", group, (counted, counted), 1)
+        found["copy_counts"] = exchange("counts between copies", "exchange", copies, (told, told), 1)
+        found["ids"] = exchange("ids", "exchange", group, ids, times)
+        found["rows"] = exchange("rows", "forward", group, rows, times)
+        found["gradients"] = exchange("row gradients", "backward", group, rows, times)
+        if copies.degree > 1:
+            found["slices"] = all_gather("table slices", "forward", copies, max(plan.gathered_bytes), topology)
+            found["slice_ids"] = exchange("ids between copies", "forward", copies, ids, times)
+            found["slice_gradients"] = exchange("row gradients between copies", "backward", copies, rows, times)
     if plan.replicated_bytes and dims.world_size > 1:
         everyone = Group(axis="world", degree=dims.world_size)
-        replicated = all_reduce("replicated tables", "backward", everyone, plan.replicated_bytes, topology)
-    gathers: list[Collective | None] = [None, None, None]
-    if model.tables and copies.degree > 1:
-        held = max(plan.rest_bytes)
-        gathers = [
-            all_gather("table slices", "exchange", copies, held, topology),
-            all_gather("table slices", "backward", copies, held, topology),
-            reduce_scatter("updated tables", "update", copies, held, topology),
-        ]
-    return SparseTraffic(
-        counts=counts,
-        ids=ids,
-        rows=rows,
-        gradients=gradients,
-        gather_forward=gathers[0],
-        gather_backward=gathers[1],
-        scatter=gathers[2],
-        replicated=replicated,
-    )
+        found["replicated"] = all_reduce("replicated tables", "backward", everyone, plan.replicated_bytes, topology)
+    return SparseTraffic(**found)
