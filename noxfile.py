@@ -230,6 +230,13 @@ def bench(session: nox.Session, package: str) -> None:
         session.run(shared_python(session), str(script), *posargs(session), env=environment(session))
 
 
+@gem_session(tags=["bench"])
+def bench_multi_gpu(session: nox.Session) -> None:
+    """Correctness, collectives, scaling and prediction on all visible GPUs; `-- --device cpu` tries it without one."""
+    script = str(ROOT / "benchmarks" / "bench_multi_gpu.py")
+    session.run(shared_python(session), script, *posargs(session), env=environment(session))
+
+
 # ---------------------------------------------------------------- release checks
 
 

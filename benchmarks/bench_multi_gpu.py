@@ -1,0 +1,104 @@
+"""Correctness, collectives, scaling and prediction on all GPUs of this host, in one command.
+
+    python benchmarks/bench_multi_gpu.py --output multi-gpu.jsonl
+    python benchmarks/bench_multi_gpu.py --device cpu    # two gloo processes, tiny sizes: the script's own check
+    python benchmarks/bench_multi_gpu.py --parts correctness
+
+Each part runs in processes of its own with a time budget. What fails or hangs becomes a row with status "error", the
+other parts still run, and the exit code is 1. Binds to the loopback device only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# The checkout's own packages, installed or not; the ranks inherit the path.
+sys.path[:0] = [str(path) for path in sorted(ROOT.glob("packages/*/src"))]
+
+import torch  # noqa: E402
+from multi_gpu.launch import Launch, Task, announce, run_launch  # noqa: E402
+from multi_gpu.tables import print_tables  # noqa: E402
+
+PARTS = ("correctness", "collectives", "scaling", "prediction")
+BAD = ("fail", "error")
+
+
+def describe_environment(device: str) -> dict[str, Any]:
+    """What the rows were measured on, found without making a CUDA context here."""
+
+    def output(*command: str) -> str | None:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=20)
+        except (OSError, subprocess.SubprocessError):
+            return None
+        lines = done.stdout.strip().splitlines()
+        return lines[0] if lines else None
+
+    def version(name: str) -> str | None:
+        try:
+            return str(__import__(name).__version__)
+        except ImportError:
+            return None
+
+    cuda = device == "cuda"
+    query = ("nvidia-smi", "--format=csv,noheader")
+    return {
+        "device": output(*query, "--query-gpu=name") if cuda else "cpu",
+        "driver": output(*query, "--query-gpu=driver_version") if cuda else None,
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "commit": output("git", "rev-parse", "--short", "HEAD"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def make_launches(parts: list[str], size: int, device: str) -> list[Launch]:
+    """All launches but that of the prediction, which needs what they measured."""
+    launches = []
+    if "correctness" in parts:
+        sizes = {"num_samples": 67, "max_length": 40} if device == "cuda" else {"num_samples": 19, "max_length": 12}
+        task = Task(part="correctness", module="correctness", arguments=sizes)
+        launches.append(Launch(name="correctness", tasks=(task,), size=size, device=device, budget_s=120))
+    return launches
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--ranks", type=int, help="processes; default: all visible GPUs, or 2 on the CPU")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--output", type=Path, help="append the rows to this file as JSON lines")
+    arguments = parser.parse_args()
+    size = arguments.ranks or (torch.cuda.device_count() if arguments.device == "cuda" else 2)
+    if size < 1 or (arguments.device == "cuda" and size > torch.cuda.device_count()):
+        parser.error(f"--ranks: must be from 1 to the {torch.cuda.device_count()} visible GPUs, got {size}")
+    environment = describe_environment(arguments.device)
+    announce(f"{size} x {environment['device']}, torch {environment['torch']}, commit {environment['commit']}")
+    rows: list[dict[str, Any]] = []
+
+    def keep(new: list[dict[str, Any]]) -> None:
+        new = [{"bench": "multi_gpu", **row, "ranks": size, **environment} for row in new]
+        rows.extend(new)
+        if arguments.output is not None:
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
+            with arguments.output.open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in new)
+
+    for launch in make_launches(arguments.parts, size, arguments.device):
+        keep(run_launch(launch))
+    print_tables(rows)
+    bad = [row for row in rows if row["status"] in BAD]
+    announce(f"{len(rows)} rows, {len(bad)} failed" + "".join(f"\n  {row['part']}, {row['name']}" for row in bad))
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

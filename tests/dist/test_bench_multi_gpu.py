@@ -1,0 +1,45 @@
+"""The benchmark of several GPUs runs on two gloo processes, every part of it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "bench_multi_gpu.py"
+LIMIT_S = 300
+
+
+def test_all_parts_on_two_gloo_processes(tmp_path: Path) -> None:
+    output = tmp_path / "rows.jsonl"
+    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--output", str(output)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert {row["ranks"] for row in rows} == {2}
+    compared = [row for row in rows if row["part"] == "correctness"]
+    assert [row["name"] for row in compared] == ["fsdp", "hsdp", "ep", "sparse 2d", "all axes"]
+    for row in compared:
+        assert row["status"] == "pass"
+        # Sums in another order leave something: an error of exactly zero would be one rank compared with itself.
+        assert 0 < row["weight_error"] <= row["weight_bound"] < 1e-4
+
+
+def test_a_wrong_weight_is_far_above_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import torch
+    from multi_gpu.correctness import CEILING, Run, deviation
+
+    right = Run([0.7, 0.6], {"w": torch.ones(100), "v": torch.ones(4)})
+    wrong = Run([0.7, 0.6], {"w": torch.ones(100), "v": torch.tensor([1.0, 1.0, 1.0, 1.01])})
+    assert deviation(right, right) == (0.0, 0.0, "")
+    loss, weight, where = deviation(wrong, right)
+    assert (loss, where) == (0.0, "v")
+    assert weight > CEILING
+    nan = Run([float("nan"), 0.6], {"w": torch.full((100,), float("nan")), "v": torch.ones(4)})
+    assert deviation(nan, right)[:2] == (float("inf"), float("inf"))
