@@ -48,7 +48,8 @@ MODULES = {
 }
 SIGNATURES = {
     "jagged_attention": "q, k, v, *, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, scale, causal, window_size, "
-    "position_bias, time_bias, times_q, times_k, time_buckets_per_octave, return_lse, validate",
+    "position_bias, time_bias, times_q, times_k, time_buckets_per_octave, request_index, return_lse, "
+    "validate",
     "gdpa": "q, k, v, *, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, activation, pre_scale, post_scale, causal, "
     "window_size, validate",
     "block_attention": "q, k, v, *, offsets, max_seqlen, block_size, scale, validate",

@@ -142,9 +142,9 @@ def test_interpreted_kernels_on_a_searched_grid(interpreter, poisoned_empty, mon
 
 def test_interpreted_kernels_write_dq_beside_dk_and_dv(interpreter, poisoned_empty, monkeypatch):
     monkeypatch.setattr(launch, "_MIN_PROGRAMS", 1)
-    from gem_kernels._src.jagged_attention import backward
+    from gem_kernels._src.jagged_attention import backward_dq
 
-    monkeypatch.setattr(backward, "_jagged_attention_bwd_dq_kernel", None)  # the second kernel must not be needed
+    monkeypatch.setattr(backward_dq, "_jagged_attention_bwd_dq_kernel", None)  # the second kernel must not be needed
     check(by_launch, attention_inputs((70, 3, 0, 33), (20, 0, 5, 32), num_heads=2, num_heads_kv=1))
 
 

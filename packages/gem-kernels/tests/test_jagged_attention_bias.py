@@ -137,10 +137,15 @@ def inputs(case, **kwargs):
 
 
 @pytest.mark.parametrize("mask", MASK_CASES, ids=lambda m: m.id)
-@pytest.mark.parametrize("part", PARTS)
-def test_cpu_op_matches_oracle_for_every_mask(part, mask):
+def test_cpu_op_matches_oracle_for_every_mask(mask):
     x = inputs(MIXED, num_heads=4, num_heads_kv=2, head_dim=8, head_dim_v=12)
-    check(by_op, x, make_tables(x, part), mask)
+    check(by_op, x, make_tables(x), mask)
+
+
+@pytest.mark.parametrize("part", ["position", "time"])
+def test_cpu_op_with_one_part(part):
+    x = inputs(MIXED, num_heads=4, num_heads_kv=1, head_dim=8)
+    check(by_op, x, make_tables(x, part))
 
 
 @pytest.mark.parametrize("case", LENGTH_CASES, ids=lambda c: c.id)
@@ -165,9 +170,8 @@ def test_cpu_groups_and_chunks_match_oracle():
 
 
 @pytest.mark.parametrize("mask", MASK_CASES, ids=lambda m: m.id)
-@pytest.mark.parametrize("heads_kv", [2, 1])
-def test_interpreted_kernels_match_oracle_for_every_mask(mask, heads_kv, interpreter, poisoned_empty):
-    x = inputs(MIXED, num_heads=2, num_heads_kv=heads_kv, head_dim_v=24)
+def test_interpreted_kernels_match_oracle_for_every_mask(mask, interpreter, poisoned_empty):
+    x = inputs(MIXED, num_heads=2, num_heads_kv=1, head_dim_v=24)
     check(by_launch, x, make_tables(x), mask)
 
 
@@ -177,8 +181,8 @@ def test_interpreted_kernels_match_oracle_for_every_length_case(case, interprete
     check(by_launch, x, make_tables(x), MASK_CASES[1])
 
 
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("radius", [0, 1, 20, 31, 32, 500])
+@pytest.mark.parametrize("part", ["position", "both"])
+@pytest.mark.parametrize("radius", [0, 1, 31, 32, 500])
 def test_interpreted_tables_of_every_reach(radius, part, interpreter, poisoned_empty):
     x = inputs(LONG, num_heads=1)
     check(by_launch, x, make_tables(x, part, radius=radius, num_buckets=1 + radius % 100, per_octave=4))
@@ -204,9 +208,9 @@ def test_interpreted_kernels_on_a_searched_grid(interpreter, poisoned_empty, mon
 
 def test_interpreted_kernels_write_dq_beside_dk_and_dv(interpreter, poisoned_empty, monkeypatch):
     monkeypatch.setattr(launch, "_MIN_PROGRAMS", 1)
-    from gem_kernels._src.jagged_attention import backward
+    from gem_kernels._src.jagged_attention import backward_dq
 
-    monkeypatch.setattr(backward, "_jagged_attention_bwd_dq_kernel", None)  # the second kernel must not be needed
+    monkeypatch.setattr(backward_dq, "_jagged_attention_bwd_dq_kernel", None)  # the second kernel must not be needed
     x = attention_inputs((70, 3, 0, 33), (20, 0, 5, 32), num_heads=2, num_heads_kv=1)
     check(by_launch, x, make_tables(x))
 
@@ -286,9 +290,8 @@ def test_gradcheck(part, mask):
     assert torch.autograd.gradcheck(attend, leaves)
 
 
-@pytest.mark.parametrize("lengths", [(), (0, 0), (1,), (3, 0, 65)])
-@pytest.mark.parametrize("part", PARTS)
-def test_opcheck(lengths, part):
+@pytest.mark.parametrize(("part", "lengths"), [("position", (0, 0)), ("time", ()), ("both", (3, 0, 65))])
+def test_opcheck(part, lengths):
     x = attention_inputs(lengths)
     tables = make_tables(x, part)
     q, k, v = (t.requires_grad_() for t in (x.q, x.k, x.v))

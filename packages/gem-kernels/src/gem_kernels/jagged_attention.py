@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from gem_kernels._src.attention.pairing import num_output_rows
 from gem_kernels._src.attention.window import normalize_window
 from gem_kernels._src.autocast import autocast_operands
 from gem_kernels._src.jagged_attention.bias import check_bias
@@ -24,7 +25,7 @@ def jagged_attention(
     k: Tensor,
     v: Tensor,
     *,
-    offsets_q: Tensor,
+    offsets_q: Tensor | None,
     offsets_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
@@ -36,6 +37,7 @@ def jagged_attention(
     times_q: Tensor | None = None,
     times_k: Tensor | None = None,
     time_buckets_per_octave: int = 1,
+    request_index: Tensor | None = None,
     return_lse: bool = False,
     validate: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -46,13 +48,15 @@ def jagged_attention(
 
     Args:
         q: (T_q, H, D). float16, bfloat16 or float32; float64 too on CPU. Any strides; a last dim that is not
-            contiguous is copied.
+            contiguous is copied. With ``offsets_q=None``: (S, H, D) seeds, read by every sequence.
         k: (T_k, H_kv, D), dtype and device of q.
         v: (T_k, H_kv, D_v), dtype and device of q.
         offsets_q: (B + 1,) int32 or int64 on q's device, from 0 to T_q (FlashAttention's ``cu_seqlens``).
-        offsets_k: (B + 1,), from 0 to T_k.
-        max_seqlen_q: Longest query sequence in tokens; an upper bound is allowed. A Python int, so that nothing waits
-            for the device.
+            None: q holds the S seed queries of every sequence (pooling by attention), the gradient of which is summed
+            over the batch in float32. T_q below is then B S, sequence b at rows [b S, (b + 1) S).
+        offsets_k: (B + 1,), from 0 to T_k; (R + 1,) with ``request_index``.
+        max_seqlen_q: Longest query sequence in tokens, at least S with seeds; an upper bound is allowed. A Python int,
+            so that nothing waits for the device.
         max_seqlen_k: Longest key sequence in tokens; an upper bound is allowed.
         scale: Factor on the scores, > 0; default ``D ** -0.5``.
         causal: Keep only keys j <= i.
@@ -65,15 +69,19 @@ def jagged_attention(
             (Unix times or ages; only differences count). Not differentiated.
         times_k: (T_k,) time of each key row, dtype of ``times_q``.
         time_buckets_per_octave: R: 1, 2, 4 or 8 buckets each time the gap doubles.
+        request_index: (B,) int32 or int64, non-decreasing. Query sequence i reads key sequence ``request_index[i]``, so
+            that many candidates share one user's keys; gradients of keys and values sum over them. Positions count
+            from each query sequence's own start. A key sequence may have no query sequence.
         return_lse: Also return the log-sum-exp of the scores, differentiable.
-        validate: On CUDA, also check the values of the offsets, which waits for the device. On CPU they always are.
+        validate: On CUDA, also check the values of the offsets and ``request_index``, which waits for the device. On
+            CPU they always are.
 
     Returns:
         (T_q, H, D_v) in the dtype of q, contiguous; with ``return_lse`` also (T_q, H) float32 (float64 for float64).
         A row without a valid key is 0, its log-sum-exp -inf, its gradients 0.
 
     Raises:
-        ValueError: on a shape, device, window or offset that does not fit.
+        ValueError: on a shape, device, window, offset, request or bias that does not fit.
         TypeError: on a dtype or argument type that does not fit.
 
     Time buckets: the gap is taken in the dtype of the times, rounded to float32, and raised to 1 second. Then
@@ -91,11 +99,14 @@ def jagged_attention(
     the pairs (two for pairs within P), only when a table requires a gradient.
     """
     q, k, v = autocast_operands(q, k, v)
-    check_attention("jagged_attention", q, k, v, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k)
+    check_attention(
+        "jagged_attention", q, k, v, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, request_index=request_index
+    )
     check_window("jagged_attention", window_size)
     scale = q.shape[2] ** -0.5 if scale is None else scale
     check_scale("jagged_attention", scale)
-    check_bias("jagged_attention", q, k, position_bias, time_bias, times_q, times_k, time_buckets_per_octave)
+    num_rows = num_output_rows(q, offsets_q, offsets_k, request_index)
+    check_bias("jagged_attention", q, k, num_rows, position_bias, time_bias, times_q, times_k, time_buckets_per_octave)
     left, right = normalize_window(causal, window_size)
     out, lse = jagged_attention_op(
         q,
@@ -114,5 +125,6 @@ def jagged_attention(
         times_q,
         times_k,
         time_buckets_per_octave,
+        request_index,
     )
     return (out, lse) if return_lse else out

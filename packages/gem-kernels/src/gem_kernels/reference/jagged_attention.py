@@ -6,15 +6,42 @@ the tests' tolerance is derived from. The backward is the closed form, not autog
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from gem_kernels._src.attention.window import normalize_window, pair_mask
 
 
-def _heads_first(x: Tensor, start: int, stop: int, repeat: int) -> Tensor:
+class _Pair(NamedTuple):
+    """One query sequence and the keys it reads."""
+
+    q_rows: slice
+    """Of q."""
+    out_rows: slice
+    """Of the output; those of q, unless q holds seeds."""
+    k_rows: slice
+
+
+def _pairs(
+    q: Tensor, offsets_q: Tensor | None, offsets_k: Tensor, request_index: Tensor | None
+) -> tuple[list[_Pair], int]:
+    """Pairs that have a query and a key, and the rows of the output."""
+    bounds_k = offsets_k.tolist()
+    requests = list(range(len(bounds_k) - 1)) if request_index is None else request_index.tolist()
+    bounds_q = [i * q.shape[0] for i in range(len(requests) + 1)] if offsets_q is None else offsets_q.tolist()
+    found = []
+    for i, r in enumerate(requests):
+        out_rows, k_rows = slice(*bounds_q[i : i + 2]), slice(*bounds_k[r : r + 2])
+        if out_rows.start < out_rows.stop and k_rows.start < k_rows.stop:
+            found.append(_Pair(slice(0, q.shape[0]) if offsets_q is None else out_rows, out_rows, k_rows))
+    return found, bounds_q[-1]
+
+
+def _heads_first(x: Tensor, rows: slice, repeat: int) -> Tensor:
     """(T, H, D) rows of one sequence as (H * repeat, L, D), each head repeated for its group of query heads."""
-    return x[start:stop].transpose(0, 1).repeat_interleave(repeat, dim=0)
+    return x[rows].transpose(0, 1).repeat_interleave(repeat, dim=0)
 
 
 def _buckets(times_q: Tensor, times_k: Tensor, per_octave: int, num_buckets: int) -> Tensor:
@@ -88,7 +115,7 @@ def jagged_attention(
     k: Tensor,
     v: Tensor,
     *,
-    offsets_q: Tensor,
+    offsets_q: Tensor | None,
     offsets_k: Tensor,
     scale: float | None = None,
     causal: bool = False,
@@ -98,23 +125,24 @@ def jagged_attention(
     times_q: Tensor | None = None,
     times_k: Tensor | None = None,
     time_buckets_per_octave: int = 1,
+    request_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output (T_q, H, D_v) in the dtype of q and log-sum-exp (T_q, H); arguments as in ``gem_kernels``."""
+    """Output (T_q, H, D_v) in the dtype of q and log-sum-exp (T_q, H); arguments as in ``gem_kernels``.
+
+    T_q is B S for seeds.
+    """
     scale = q.shape[2] ** -0.5 if scale is None else scale
     left, right = normalize_window(causal, window_size)
     repeat = q.shape[1] // k.shape[1]
     bias = _Bias(position_bias, time_bias, times_q, times_k, time_buckets_per_octave)
-    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
-    lse = q.new_full((q.shape[0], q.shape[1]), float("-inf"))
-    bounds_q, bounds_k = offsets_q.tolist(), offsets_k.tolist()
-    for b in range(len(bounds_q) - 1):
-        (q0, q1), (k0, k1) = bounds_q[b : b + 2], bounds_k[b : b + 2]
-        if q0 == q1 or k0 == k1:
-            continue
-        qs, ks, vs = _heads_first(q, q0, q1, 1), _heads_first(k, k0, k1, repeat), _heads_first(v, k0, k1, repeat)
-        p, lse_b = _probabilities(qs, ks, scale, left, right, bias, slice(q0, q1), slice(k0, k1))
-        out[q0:q1] = (p @ vs).transpose(0, 1)
-        lse[q0:q1] = lse_b.transpose(0, 1)
+    pairs, num_rows = _pairs(q, offsets_q, offsets_k, request_index)
+    out = q.new_zeros(num_rows, q.shape[1], v.shape[2])
+    lse = q.new_full((num_rows, q.shape[1]), float("-inf"))
+    for rows, out_rows, keys in pairs:
+        qs, ks, vs = _heads_first(q, rows, 1), _heads_first(k, keys, repeat), _heads_first(v, keys, repeat)
+        p, lse_b = _probabilities(qs, ks, scale, left, right, bias, out_rows, keys)
+        out[out_rows] = (p @ vs).transpose(0, 1)
+        lse[out_rows] = lse_b.transpose(0, 1)
     return out, lse
 
 
@@ -124,7 +152,7 @@ def jagged_attention_backward(
     k: Tensor,
     v: Tensor,
     *,
-    offsets_q: Tensor,
+    offsets_q: Tensor | None,
     offsets_k: Tensor,
     scale: float | None = None,
     causal: bool = False,
@@ -135,6 +163,7 @@ def jagged_attention_backward(
     times_q: Tensor | None = None,
     times_k: Tensor | None = None,
     time_buckets_per_octave: int = 1,
+    request_index: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Gradients dq, dk, dv from ``do`` (T_q, H, D_v) and, when the caller uses the log-sum-exp, ``dlse`` (T_q, H).
 
@@ -145,23 +174,25 @@ def jagged_attention_backward(
     left, right = normalize_window(causal, window_size)
     repeat = q.shape[1] // k.shape[1]
     bias = _Bias(position_bias, time_bias, times_q, times_k, time_buckets_per_octave)
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    bounds_q, bounds_k = offsets_q.tolist(), offsets_k.tolist()
-    for b in range(len(bounds_q) - 1):
-        (q0, q1), (k0, k1) = bounds_q[b : b + 2], bounds_k[b : b + 2]
-        if q0 == q1 or k0 == k1:
-            continue
-        qs, ks, vs = _heads_first(q, q0, q1, 1), _heads_first(k, k0, k1, repeat), _heads_first(v, k0, k1, repeat)
-        dos = _heads_first(do, q0, q1, 1)
-        p, _ = _probabilities(qs, ks, scale, left, right, bias, slice(q0, q1), slice(k0, k1))
+    # Sums over sequences are kept in float32 at least, as one matmul would.
+    dq, dk, dv = (torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
+    for rows, out_rows, keys in _pairs(q, offsets_q, offsets_k, request_index)[0]:
+        qs, ks, vs = _heads_first(q, rows, 1), _heads_first(k, keys, repeat), _heads_first(v, keys, repeat)
+        dos = _heads_first(do, out_rows, 1)
+        p, _ = _probabilities(qs, ks, scale, left, right, bias, out_rows, keys)
         dp = dos @ vs.transpose(1, 2)
         delta = (p * dp).sum(dim=-1, keepdim=True)
         if dlse is not None:
-            delta = delta - dlse[q0:q1].transpose(0, 1)[..., None].to(delta.dtype)
+            delta = delta - dlse[out_rows].transpose(0, 1)[..., None].to(delta.dtype)
         ds = p * (dp - delta)
-        bias.accumulate(ds, slice(q0, q1), slice(k0, k1))
+        bias.accumulate(ds, out_rows, keys)
         ds = ds * scale
-        dq[q0:q1] = (ds @ ks).transpose(0, 1)
-        dk[k0:k1] = (ds.transpose(1, 2) @ qs).unflatten(0, (-1, repeat)).sum(1).transpose(0, 1)
-        dv[k0:k1] = (p.transpose(1, 2) @ dos).unflatten(0, (-1, repeat)).sum(1).transpose(0, 1)
-    return dq, dk, dv, *(gradient for gradient in bias.gradients if gradient is not None)
+        dq[rows] += (ds @ ks).transpose(0, 1)
+        dk[keys] += (ds.transpose(1, 2) @ qs).unflatten(0, (-1, repeat)).sum(1).transpose(0, 1)
+        dv[keys] += (p.transpose(1, 2) @ dos).unflatten(0, (-1, repeat)).sum(1).transpose(0, 1)
+    return (
+        dq.to(q.dtype),
+        dk.to(k.dtype),
+        dv.to(v.dtype),
+        *(gradient for gradient in bias.gradients if gradient is not None),
+    )

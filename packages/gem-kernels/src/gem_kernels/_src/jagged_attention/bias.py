@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gem_kernels._src.attention.pairing import Pairing, pair_sequences
+
 TIME_DTYPES = (torch.int32, torch.int64, torch.float32, torch.float64)
 BUCKETS_PER_OCTAVE = (1, 2, 4, 8)
 _OCTAVES = 128
@@ -24,7 +26,7 @@ class Bias(NamedTuple):
     time: Tensor | None = None
     """(H, N), entry ``time_buckets(...)``."""
     times_q: Tensor | None = None
-    """(T_q,) seconds, only with ``time``."""
+    """(T_q,) seconds, one per row of the output, only with ``time``."""
     times_k: Tensor | None = None
     """(T_k,) seconds, only with ``time``."""
     buckets_per_octave: int = 1
@@ -63,6 +65,21 @@ class Bias(NamedTuple):
         )
 
 
+def pair_with_bias(
+    q: Tensor,
+    offsets_q: Tensor | None,
+    offsets_k: Tensor,
+    request_index: Tensor | None,
+    max_seqlen_q: int,
+    left: int,
+    right: int,
+    bias: Bias,
+) -> Pairing:
+    """``pair_sequences``; a position table needs the rows of each sequence counted from its own start, as a window."""
+    needs_positions = bias.position is not None
+    return pair_sequences(q, offsets_q, offsets_k, request_index, max_seqlen_q, left, 0 if needs_positions else right)
+
+
 def position_index(positions_q: Tensor, positions_k: Tensor, radius: int) -> Tensor:
     """(len(positions_q), len(positions_k)) int64 entry of the position table for each pair."""
     return (positions_k[None, :] - positions_q[:, None]).clamp(-radius, radius) + radius
@@ -97,10 +114,10 @@ def _check_table(op: str, name: str, table: Tensor, q: Tensor, columns: str) -> 
 
 def _check_times(op: str, name: str, times: Tensor, num_rows: int, like: Tensor, of: str) -> None:
     if not isinstance(times, Tensor):
-        raise TypeError(f"{op}: `{name}` must be a Tensor of seconds per row of `{of}`, got {type(times).__name__}.")
+        raise TypeError(f"{op}: `{name}` must be a Tensor of seconds per row of {of}, got {type(times).__name__}.")
     if times.dim() != 1 or times.shape[0] != num_rows:
         raise ValueError(
-            f"{op}: `{name}` must have shape ({num_rows},), one time per row of `{of}`, got {tuple(times.shape)}."
+            f"{op}: `{name}` must have shape ({num_rows},), one time per row of {of}, got {tuple(times.shape)}."
         )
     if times.dtype not in TIME_DTYPES:
         raise TypeError(
@@ -108,7 +125,7 @@ def _check_times(op: str, name: str, times: Tensor, num_rows: int, like: Tensor,
         )
     if times.device != like.device:
         raise ValueError(
-            f"{op}: `{name}` must be on the device of `{of}`, {like.device}, got {times.device}; move it there."
+            f"{op}: `{name}` must be on the device of {of}, {like.device}, got {times.device}; move it there."
         )
 
 
@@ -116,13 +133,14 @@ def check_bias(
     op: str,
     q: Tensor,
     k: Tensor,
+    num_rows: int,
     position_bias: Tensor | None,
     time_bias: Tensor | None,
     times_q: Tensor | None,
     times_k: Tensor | None,
     time_buckets_per_octave: int,
 ) -> None:
-    """Raise on a table or timestamp that does not fit q and k; never reads tensor data."""
+    """Raise on a table or timestamp that does not fit q, k and an output of ``num_rows``; never reads tensor data."""
     if position_bias is not None:
         _check_table(op, "position_bias", position_bias, q, "2 * P + 1")
         if position_bias.shape[1] % 2 == 0:
@@ -150,8 +168,8 @@ def check_bias(
     if times_q is None or times_k is None:
         missing = "times_q" if times_q is None else "times_k"
         raise ValueError(f"{op}: `{missing}` must be given with `time_bias`, got None; pass seconds per row.")
-    _check_times(op, "times_q", times_q, q.shape[0], q, "q")
-    _check_times(op, "times_k", times_k, k.shape[0], k, "k")
+    _check_times(op, "times_q", times_q, num_rows, q, "`q`" if num_rows == q.shape[0] else "the output")
+    _check_times(op, "times_k", times_k, k.shape[0], k, "`k`")
     if times_q.dtype != times_k.dtype:
         raise TypeError(
             f"{op}: `times_k` must have the dtype of `times_q`, {times_q.dtype}, got {times_k.dtype}; cast one of them."

@@ -31,15 +31,17 @@ def select(
     """Configuration of one kernel; a pure function, so that all ranks of a job agree.
 
     ``head_dim`` is the larger of D and D_v. Short sequences shrink the tiles afterwards (``fit_lengths``). With a bias
-    the streamed side of the tile is half as long, and wide forward tiles are half as high too: entries and gaps of all
+    the streamed side of the tile is half as long, and wide forward tiles are smaller still: entries and gaps of all
     pairs take registers.
     """
     config = select_from(kernel, head_dim, dtype, capability, large=_LARGE, small=_SMALL)
     if not has_bias:
         return config
     block_m, block_n = config.block_m, config.block_n
-    if kernel in ("dkdv", "dqdkdv") or (kernel == "forward" and head_dim > 96):
-        block_m = max(16, block_m // 2)
     if kernel in ("forward", "dq"):
         block_n = max(16, block_n // 2)
+    else:
+        block_m = max(16, block_m // 2)
+    if kernel == "forward" and head_dim > 64:
+        block_m, block_n = max(16, block_m // 2), min(block_n, 32)
     return dataclasses.replace(config, block_m=block_m, block_n=block_n)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -15,6 +17,7 @@ from gem_kernels._src.attention.batching import (
     plan_chunks,
     plan_groups,
 )
+from gem_kernels._src.attention.pairing import Pairing
 from gem_kernels._src.attention.window import pair_mask
 from gem_kernels._src.jagged_attention.bias import Bias, position_index, time_buckets
 
@@ -28,6 +31,40 @@ def _mask_scores(scores: Tensor, chunk: Chunk, group: Group, tail: Tensor | None
     if left >= 0 or right >= 0:
         rows, keys = torch.arange(chunk.q_start, chunk.q_stop), torch.arange(chunk.k_start, chunk.k_stop)
         scores.masked_fill_(~pair_mask(rows, keys, left, right), float("-inf"))
+
+
+class _Sides:
+    """The query and key rows of one group."""
+
+    def __init__(self, pairing: Pairing, group: Group) -> None:
+        sequences = group.sequences
+        keys = sequences if pairing.request_index is None else pairing.request_index.long()[sequences]
+        self._broadcast = pairing.broadcast_q
+        self.group = group
+        self.rows_q = Rows(pairing.offsets_q, group, group.len_q, group.min_q)
+        self.rows_k = Rows(pairing.offsets_k, group, group.len_k, group.min_k, sequences=keys)
+
+    def gather_q(self, q: Tensor, dtype: torch.dtype) -> Tensor:
+        """(n * H, len_q, D) fresh copy."""
+        if not self._broadcast:
+            return self.rows_q.gather(q, dtype)
+        return q.to(dtype).transpose(0, 1).repeat(self.group.sequences.numel(), 1, 1)
+
+    def add_dq(self, dq: PackedOutput, dq_g: Tensor) -> None:
+        """Write dq_g (n * H, len_q, D), or add it where all sequences share the rows."""
+        if self._broadcast:
+            seeds = dq_g.view(self.group.sequences.numel(), dq.num_heads, self.group.len_q, -1).sum(0)
+            dq.packed().add_(seeds.transpose(0, 1))
+        else:
+            self.rows_q.scatter(dq, dq_g)
+
+
+def _plan(pairing: Pairing, num_heads: int) -> Iterator[_Sides]:
+    lengths_k = torch.diff(pairing.offsets_k)
+    if pairing.request_index is not None:
+        lengths_k = lengths_k[pairing.request_index.long()]
+    for group in plan_groups(torch.diff(pairing.offsets_q), lengths_k, num_heads):
+        yield _Sides(pairing, group)
 
 
 class _GroupBias:
@@ -88,8 +125,7 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    offsets_q: Tensor,
-    offsets_k: Tensor,
+    pairing: Pairing,
     scale: float,
     left: int,
     right: int,
@@ -100,14 +136,14 @@ def forward(
     heads, heads_kv, dim_v = q.shape[1], k.shape[1], v.shape[2]
     repeat = heads // heads_kv
     bias = bias.tables(dtype)
-    out = PackedOutput(q.shape[0], heads, dim_v, q.dtype)
-    lse = PackedOutput(q.shape[0], heads, 1, dtype, fill=float("-inf"))
-    for group in plan_groups(torch.diff(offsets_q), torch.diff(offsets_k), heads):
+    num_rows = pairing.num_queries * q.shape[0] if pairing.broadcast_q else q.shape[0]
+    out = PackedOutput(num_rows, heads, dim_v, q.dtype)
+    lse = PackedOutput(num_rows, heads, 1, dtype, fill=float("-inf"))
+    for sides in _plan(pairing, heads):
+        group, rows_q, rows_k = sides.group, sides.rows_q, sides.rows_k
         n = group.sequences.numel()
-        rows_q = Rows(offsets_q, group, group.len_q, group.min_q)
-        rows_k = Rows(offsets_k, group, group.len_k, group.min_k)
         bias_g = _GroupBias(bias, rows_q, rows_k)
-        q_g = rows_q.gather(q, dtype).mul_(scale).view(n * heads_kv, repeat, group.len_q, -1)
+        q_g = sides.gather_q(q, dtype).mul_(scale).view(n * heads_kv, repeat, group.len_q, -1)
         k_g, v_g = rows_k.gather(k, dtype), rows_k.gather(v, dtype)
         out_g = q_g.new_zeros(n * heads_kv, repeat, group.len_q, dim_v)
         lse_g = q_g.new_full((n * heads_kv, repeat, group.len_q, 1), float("-inf"))
@@ -137,8 +173,7 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    offsets_q: Tensor,
-    offsets_k: Tensor,
+    pairing: Pairing,
     scale: float,
     left: int,
     right: int,
@@ -155,15 +190,15 @@ def backward(
     # exp(score - inf) = 0 for rows without a key.
     lse = lse.to(dtype)[..., None]
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))
-    dq = PackedOutput.like(q)
-    dk = PackedOutput.like(k)
-    dv = PackedOutput.like(v)
-    for group in plan_groups(torch.diff(offsets_q), torch.diff(offsets_k), heads):
+    # Rows that several sequences add to are summed in the dtype of the computation.
+    shared = pairing.request_index is not None
+    dq = PackedOutput.like(q, dtype if pairing.broadcast_q else None)
+    dk, dv = (PackedOutput.like(x, dtype if shared else None) for x in (k, v))
+    for sides in _plan(pairing, heads):
+        group, rows_q, rows_k = sides.group, sides.rows_q, sides.rows_k
         n = group.sequences.numel()
-        rows_q = Rows(offsets_q, group, group.len_q, group.min_q)
-        rows_k = Rows(offsets_k, group, group.len_k, group.min_k)
         bias_g = _GroupBias(bias, rows_q, rows_k)
-        q_g = rows_q.gather(q, dtype).mul_(scale).view(n * heads_kv, repeat, group.len_q, -1)
+        q_g = sides.gather_q(q, dtype).mul_(scale).view(n * heads_kv, repeat, group.len_q, -1)
         # Padded queries carry no gradient: their do, and with it dp - delta, is 0.
         do_g = rows_q.gather(do, dtype, zero_padding=True).view(n * heads_kv, repeat, group.len_q, -1)
         delta_g = rows_q.gather(delta, dtype, zero_padding=True).view(n * heads_kv, repeat, group.len_q, 1)
@@ -184,10 +219,11 @@ def backward(
                 torch.bmm(ds, k_g[:, keys]).mul_(scale).view(n * heads_kv, repeat, rows.stop - rows.start, -1)
             )
             dk_g[:, keys] += torch.bmm(ds.transpose(1, 2), q_c)
-        rows_q.scatter(dq, dq_g)
-        rows_k.scatter(dk, dk_g)
-        rows_k.scatter(dv, dv_g)
-    return dq.packed(), dk.packed(), dv.packed()
+        sides.add_dq(dq, dq_g.view(n * heads, group.len_q, -1))
+        write = rows_k.scatter_add if shared else rows_k.scatter
+        write(dk, dk_g)
+        write(dv, dv_g)
+    return dq.packed().to(q.dtype), dk.packed().to(k.dtype), dv.packed().to(v.dtype)
 
 
 def _sum_by_position(ds: Tensor, chunk: Chunk, radius: int) -> Tensor:
@@ -208,8 +244,7 @@ def backward_tables(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    offsets_q: Tensor,
-    offsets_k: Tensor,
+    pairing: Pairing,
     scale: float,
     left: int,
     right: int,
@@ -227,12 +262,11 @@ def backward_tables(
     lse = lse.masked_fill(lse == float("-inf"), float("inf"))
     dposition = None if bias.position is None else bias.position.new_zeros(bias.position.shape, dtype=torch.float64)
     dtime = None if bias.time is None else bias.time.new_zeros(bias.time.shape, dtype=torch.float64)
-    for group in plan_groups(torch.diff(offsets_q), torch.diff(offsets_k), heads):
+    for sides in _plan(pairing, heads):
+        group, rows_q, rows_k = sides.group, sides.rows_q, sides.rows_k
         n = group.sequences.numel()
-        rows_q = Rows(offsets_q, group, group.len_q, group.min_q)
-        rows_k = Rows(offsets_k, group, group.len_k, group.min_k)
         bias_g = _GroupBias(bias, rows_q, rows_k)
-        q_g = rows_q.gather(q, dtype).mul_(scale).view(n * heads_kv, repeat, group.len_q, -1)
+        q_g = sides.gather_q(q, dtype).mul_(scale).view(n * heads_kv, repeat, group.len_q, -1)
         # Padded queries: do and delta of 0 make dS 0.
         do_g = rows_q.gather(do, dtype, zero_padding=True).view(n * heads_kv, repeat, group.len_q, -1)
         delta_g = rows_q.gather(delta, dtype, zero_padding=True).view(n * heads_kv, repeat, group.len_q, 1)

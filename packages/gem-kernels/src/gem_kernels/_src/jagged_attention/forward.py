@@ -22,10 +22,11 @@ from gem_kernels._src.attention.launch import (
     make_grid,
     unit_stride,
 )
-from gem_kernels._src.jagged_attention.bias import Bias
+from gem_kernels._src.attention.pairing import num_output_rows
+from gem_kernels._src.jagged_attention.bias import Bias, pair_with_bias
 from gem_kernels._src.jagged_attention.bias_tiles import add_bias, load_times
 from gem_kernels._src.jagged_attention.configs import select
-from gem_kernels._src.tiles.index import locate_tile
+from gem_kernels._src.tiles.index import key_sequence, locate_tile
 from gem_kernels._src.tiles.mask import key_range, pair_mask
 from gem_kernels._src.tiles.memory import load_rows, sequence_bounds, store_rows
 
@@ -105,14 +106,15 @@ def _attend(
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def _jagged_attention_fwd_kernel(
-    q_ptr,  # (T_q, H, D)
+    q_ptr,  # (T_q, H, D), or (S, H, D) if BROADCAST_Q; T_q is B S below
     k_ptr,  # (T_k, H_kv, D)
     v_ptr,  # (T_k, H_kv, D_v)
     out_ptr,  # (T_q, H, D_v)
     lse_ptr,  # (T_q, H) float32, natural logarithm
     offsets_q_ptr,  # (B + 1,)
-    offsets_k_ptr,  # (B + 1,)
+    offsets_k_ptr,  # (R + 1,), R = B without request_index
     tile_offsets_ptr,  # (B + 1,), read only if SEARCH
+    request_index_ptr,  # (B,) or None
     position_ptr,  # (H, 2 * radius + 1) float32 contiguous, read only if HAS_POSITION
     time_ptr,  # (H, num_buckets) float32 contiguous, read only if HAS_TIME
     times_q_ptr,  # (T_q,), read only if HAS_TIME
@@ -147,6 +149,7 @@ def _jagged_attention_fwd_kernel(
     HAS_TIME: tl.constexpr,
     TIME_SHIFT: tl.constexpr,
     SEARCH: tl.constexpr,
+    BROADCAST_Q: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     b, head, tile = locate_tile(
@@ -156,9 +159,11 @@ def _jagged_attention_fwd_kernel(
     first = tile * BLOCK_M
     if first >= len_q:
         return
-    start_k, len_k = sequence_bounds(offsets_k_ptr, b)
+    start_k, len_k = sequence_bounds(offsets_k_ptr, key_sequence(request_index_ptr, b))
     head = head.to(tl.int64)
-    q_ptr += start_q * stride_qt + head * stride_qh
+    q_ptr += head * stride_qh
+    if not BROADCAST_Q:
+        q_ptr += start_q * stride_qt
     k_ptr += start_k * stride_kt + head // GROUP * stride_kh
     v_ptr += start_k * stride_vt + head // GROUP * stride_vh
     out_ptr += start_q * stride_ot + head * stride_oh
@@ -205,7 +210,7 @@ def launch_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    offsets_q: Tensor,
+    offsets_q: Tensor | None,
     offsets_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
@@ -213,32 +218,34 @@ def launch_forward(
     left: int,
     right: int,
     bias: Bias | None = None,
+    request_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output (T_q, H, D_v) in the dtype of q and log-sum-exp (T_q, H) float32, both contiguous."""
+    """Output (T_q, H, D_v) in the dtype of q and log-sum-exp (T_q, H) float32, both contiguous; T_q = B S of seeds."""
     check_head_dims("jagged_attention", q.shape[2], v.shape[2])
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-    offsets_q, offsets_k = offsets_q.contiguous(), offsets_k.contiguous()
     bias = (bias or Bias()).tables(torch.float32)
-    total, num_heads, dim = q.shape
-    dim_v = v.shape[2]
+    num_heads, dim, dim_v = q.shape[1], q.shape[2], v.shape[2]
+    total = num_output_rows(q, offsets_q, offsets_k, request_index)
     out = torch.empty(total, num_heads, dim_v, dtype=q.dtype, device=q.device)
     lse = torch.empty(total, num_heads, dtype=torch.float32, device=q.device)
     if total == 0:
         return out, lse
     left, right = clamp_window(left, right)
+    pairing = pair_with_bias(q, offsets_q, offsets_k, request_index, max_seqlen_q, left, right, bias)
     config = select("forward", max(dim, dim_v), q.dtype, capability_of(q), has_bias=bias.is_set)
-    config = fit_lengths(config, max_seqlen_q, max_seqlen_k)
+    config = fit_lengths(config, pairing.max_seqlen_q, max_seqlen_k)
     with device_guard(q):
-        grid = make_grid("jagged_attention", offsets_q, total, max_seqlen_q, config.block_m, num_heads)
+        grid = make_grid("jagged_attention", pairing.offsets_q, total, pairing.max_seqlen_q, config.block_m, num_heads)
         _jagged_attention_fwd_kernel[(grid.size,)](
             q,
             k,
             v,
             out,
             lse,
-            offsets_q,
-            offsets_k,
+            pairing.offsets_q,
+            pairing.offsets_k,
             grid.tile_offsets,
+            pairing.request_index,
             bias.position,
             bias.time,
             bias.times_q,
@@ -251,7 +258,7 @@ def launch_forward(
             v.stride(1),
             out.stride(0),
             out.stride(1),
-            offsets_q.shape[0] - 1,
+            pairing.num_queries,
             num_heads,
             grid.num_tiles,
             grid.num_steps,
@@ -271,6 +278,7 @@ def launch_forward(
             HAS_RIGHT=right >= 0,
             **bias.flags(),
             SEARCH=grid.search,
+            BROADCAST_Q=pairing.broadcast_q,
             PRECISION=precision_of(q.dtype),
             num_warps=config.num_warps,
             num_stages=config.num_stages,

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from gem_kernels._src.attention.flops import backward_flops, forward_flops, num_pairs
+from gem_kernels._src.attention.pairing import num_output_rows
 from gem_kernels._src.jagged_attention import cpu
-from gem_kernels._src.jagged_attention.bias import Bias
+from gem_kernels._src.jagged_attention.bias import Bias, pair_with_bias
 from gem_kernels._src.validate import check_batch
 
 _NAME = "jagged_attention"
@@ -21,7 +22,7 @@ def jagged_attention_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    offsets_q: Tensor,
+    offsets_q: Tensor | None,
     offsets_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
@@ -34,16 +35,16 @@ def jagged_attention_op(
     times_q: Tensor | None = None,
     times_k: Tensor | None = None,
     buckets_per_octave: int = 1,
+    request_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output (T_q, H, D_v) and log-sum-exp (T_q, H) in float32 (float64 for float64 inputs)."""
+    """Output (T_q, H, D_v), (B S, H, D_v) of seeds, and log-sum-exp (T_q, H) in float32 (float64 for float64)."""
     # Imported here: Triton is absent where only the CPU kernels are used.
     from gem_kernels._src.jagged_attention.forward import launch_forward
 
-    check_batch(_NAME, q, k, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, read_offsets=validate)
+    lengths = (offsets_q, offsets_k, max_seqlen_q, max_seqlen_k)
+    check_batch(_NAME, q, k, *lengths, request_index=request_index, read_offsets=validate)
     bias = Bias(position_bias, time_bias, times_q, times_k, buckets_per_octave)
-    return launch_forward(
-        q, k, v, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, scale, window_left, window_right, bias
-    )
+    return launch_forward(q, k, v, *lengths, scale, window_left, window_right, bias, request_index)
 
 
 @jagged_attention_op.register_kernel("cpu")
@@ -51,7 +52,7 @@ def _forward_cpu(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    offsets_q: Tensor,
+    offsets_q: Tensor | None,
     offsets_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
@@ -64,18 +65,40 @@ def _forward_cpu(
     times_q: Tensor | None = None,
     times_k: Tensor | None = None,
     buckets_per_octave: int = 1,
+    request_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    check_batch(_NAME, q, k, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, read_offsets=True)
+    lengths = (offsets_q, offsets_k, max_seqlen_q, max_seqlen_k)
+    check_batch(_NAME, q, k, *lengths, request_index=request_index, read_offsets=True)
     bias = Bias(position_bias, time_bias, times_q, times_k, buckets_per_octave)
     # The matmuls inside keep their dtype although the caller may be under autocast.
     with torch.autocast("cpu", enabled=False):
-        return cpu.forward(q, k, v, offsets_q, offsets_k, scale, window_left, window_right, bias)
+        pairing = pair_with_bias(q, *lengths[:2], request_index, max_seqlen_q, window_left, window_right, bias)
+        return cpu.forward(q, k, v, pairing, scale, window_left, window_right, bias)
 
 
 @jagged_attention_op.register_fake
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _forward_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets_q: Tensor | None,
+    offsets_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    window_left: int,
+    window_right: int,
+    validate: bool,
+    position_bias: Tensor | None = None,
+    time_bias: Tensor | None = None,
+    times_q: Tensor | None = None,
+    times_k: Tensor | None = None,
+    buckets_per_octave: int = 1,
+    request_index: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), q.new_empty(q.shape[0], q.shape[1], dtype=lse_dtype)
+    rows = num_output_rows(q, offsets_q, offsets_k, request_index)
+    return q.new_empty(rows, q.shape[1], v.shape[2]), q.new_empty(rows, q.shape[1], dtype=lse_dtype)
 
 
 @torch.library.custom_op("gem_kernels::jagged_attention_backward", mutates_args=(), device_types="cuda")
@@ -87,7 +110,7 @@ def jagged_attention_backward_op(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    offsets_q: Tensor,
+    offsets_q: Tensor | None,
     offsets_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
@@ -99,13 +122,14 @@ def jagged_attention_backward_op(
     times_q: Tensor | None = None,
     times_k: Tensor | None = None,
     buckets_per_octave: int = 1,
+    request_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients dq, dk, dv, contiguous, in the dtypes of q, k, v; the same bits on every run."""
     from gem_kernels._src.jagged_attention.backward import launch_backward
 
     bias = Bias(position_bias, time_bias, times_q, times_k, buckets_per_octave)
     sizes = (max_seqlen_q, max_seqlen_k, scale, window_left, window_right)
-    return launch_backward(do, dlse, q, k, v, out, lse, offsets_q, offsets_k, *sizes, bias)
+    return launch_backward(do, dlse, q, k, v, out, lse, offsets_q, offsets_k, *sizes, bias, request_index)
 
 
 @jagged_attention_backward_op.register_kernel("cpu")
@@ -117,7 +141,7 @@ def _backward_cpu(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    offsets_q: Tensor,
+    offsets_q: Tensor | None,
     offsets_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
@@ -129,11 +153,14 @@ def _backward_cpu(
     times_q: Tensor | None = None,
     times_k: Tensor | None = None,
     buckets_per_octave: int = 1,
+    request_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     bias = Bias(position_bias, time_bias, times_q, times_k, buckets_per_octave)
     # The matmuls inside keep their dtype although the caller may be under autocast.
     with torch.autocast("cpu", enabled=False):
-        return cpu.backward(do, dlse, q, k, v, out, lse, offsets_q, offsets_k, scale, window_left, window_right, bias)
+        window = (window_left, window_right)
+        pairing = pair_with_bias(q, offsets_q, offsets_k, request_index, max_seqlen_q, *window, bias)
+        return cpu.backward(do, dlse, q, k, v, out, lse, pairing, scale, *window, bias)
 
 
 @jagged_attention_backward_op.register_fake
@@ -152,7 +179,7 @@ def jagged_attention_bias_backward_op(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    offsets_q: Tensor,
+    offsets_q: Tensor | None,
     offsets_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
@@ -164,6 +191,7 @@ def jagged_attention_bias_backward_op(
     times_q: Tensor | None = None,
     times_k: Tensor | None = None,
     buckets_per_octave: int = 1,
+    request_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the two tables in their dtypes, the same bits on every run; empty for a table that is None."""
     from gem_kernels._src.jagged_attention.tables import launch_table_gradients
@@ -171,7 +199,7 @@ def jagged_attention_bias_backward_op(
     bias = Bias(position_bias, time_bias, times_q, times_k, buckets_per_octave)
     sizes = (max_seqlen_q, max_seqlen_k, scale, window_left, window_right)
     return _like_tables(
-        q, bias, launch_table_gradients(do, dlse, q, k, v, out, lse, offsets_q, offsets_k, *sizes, bias)
+        q, bias, launch_table_gradients(do, dlse, q, k, v, out, lse, offsets_q, offsets_k, *sizes, bias, request_index)
     )
 
 
@@ -184,7 +212,7 @@ def _bias_backward_cpu(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    offsets_q: Tensor,
+    offsets_q: Tensor | None,
     offsets_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
@@ -196,11 +224,13 @@ def _bias_backward_cpu(
     times_q: Tensor | None = None,
     times_k: Tensor | None = None,
     buckets_per_octave: int = 1,
+    request_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     bias = Bias(position_bias, time_bias, times_q, times_k, buckets_per_octave)
-    options = (scale, window_left, window_right, bias)
+    window = (window_left, window_right)
+    pairing = pair_with_bias(q, offsets_q, offsets_k, request_index, max_seqlen_q, *window, bias)
     with torch.autocast("cpu", enabled=False):
-        gradients = cpu.backward_tables(do, dlse, q, k, v, out, lse, offsets_q, offsets_k, *options)
+        gradients = cpu.backward_tables(do, dlse, q, k, v, out, lse, pairing, scale, *window, bias)
     return _like_tables(q, bias, gradients)
 
 
@@ -222,7 +252,7 @@ def _bias_backward_fake(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    offsets_q: Tensor,
+    offsets_q: Tensor | None,
     offsets_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
@@ -240,30 +270,38 @@ def _bias_backward_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, offsets_q, offsets_k, *scalars, _validate, position, time, times_q, times_k, per_octave = inputs
-    ctx.scalars = scalars
+    q, k, v, offsets_q, offsets_k = inputs[:5]
+    ctx.scalars = inputs[5:10]
+    *bias, per_octave, request_index = inputs[11:]
     ctx.buckets_per_octave = per_octave
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, offsets_q, offsets_k, position, time, times_q, times_k)
+    ctx.save_for_backward(q, k, v, *output, offsets_q, offsets_k, *bias, request_index)
 
 
 def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse, offsets_q, offsets_k, *bias = ctx.saved_tensors
+    q, k, v, out, lse, offsets_q, offsets_k, *bias, request_index = ctx.saved_tensors
     if do is None and dlse is None:
-        return (None,) * 16
+        return (None,) * 17
     do = torch.zeros_like(out) if do is None else do
-    args = (do, dlse, q, k, v, out, lse, offsets_q, offsets_k, *ctx.scalars, *bias, ctx.buckets_per_octave)
+    args = (do, dlse, q, k, v, out, lse, offsets_q, offsets_k, *ctx.scalars)
+    args = (*args, *bias, ctx.buckets_per_octave, request_index)
     dq, dk, dv = jagged_attention_backward_op(*args)
     dposition = dtime = None
     # Frozen tables cost nothing. The dispatcher drops trailing arguments at their defaults.
-    position_needed, time_needed = (*ctx.needs_input_grad, *(False,) * 5)[11:13]
+    position_needed, time_needed = (*ctx.needs_input_grad, *(False,) * 6)[11:13]
     if position_needed or time_needed:
         dposition, dtime = jagged_attention_bias_backward_op(*args)
     dposition, dtime = dposition if position_needed else None, dtime if time_needed else None
-    return dq, dk, dv, *(None,) * 8, dposition, dtime, *(None,) * 3
+    return dq, dk, dv, *(None,) * 8, dposition, dtime, *(None,) * 4
 
 
 jagged_attention_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _request_index(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The last argument, ``place`` behind the window, however the call spelled it."""
+    value: Tensor | None = args[place] if len(args) > place else kwargs.get("request_index")
+    return value
 
 
 @register_flop_formula(torch.ops.gem_kernels.jagged_attention, get_raw=True)
@@ -271,7 +309,7 @@ def _forward_flops(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    offsets_q: Tensor,
+    offsets_q: Tensor | None,
     offsets_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
@@ -281,7 +319,9 @@ def _forward_flops(
     *args: Any,
     **kwargs: Any,
 ) -> int:
-    pairs = num_pairs(q, k, offsets_q, offsets_k, window_left, window_right)
+    pairs = num_pairs(
+        q, k, offsets_q, offsets_k, window_left, window_right, request_index=_request_index(6, args, kwargs)
+    )
     return forward_flops(pairs, q.shape[1], q.shape[2], v.shape[2])
 
 
@@ -294,7 +334,7 @@ def _backward_flops(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    offsets_q: Tensor,
+    offsets_q: Tensor | None,
     offsets_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
@@ -304,5 +344,7 @@ def _backward_flops(
     *args: Any,
     **kwargs: Any,
 ) -> int:
-    pairs = num_pairs(q, k, offsets_q, offsets_k, window_left, window_right)
+    pairs = num_pairs(
+        q, k, offsets_q, offsets_k, window_left, window_right, request_index=_request_index(5, args, kwargs)
+    )
     return backward_flops(pairs, q.shape[1], q.shape[2], v.shape[2])

@@ -11,11 +11,11 @@ import torch
 from gem_kernels._src.attention.configs import Kernel, TileConfig, fit_lengths, power_of_two
 from gem_kernels._src.attention.specs import TRITON_NAMES, attention_spec, compiled_sizes
 from gem_kernels._src.compile_spec import CompileSpec
-from gem_kernels._src.jagged_attention.backward import (
-    DELTA_ROWS,
-    _jagged_attention_bwd_delta_kernel,
-    _jagged_attention_bwd_dkdv_kernel,
+from gem_kernels._src.jagged_attention.backward import DELTA_ROWS, _jagged_attention_bwd_delta_kernel
+from gem_kernels._src.jagged_attention.backward_dkdv import _jagged_attention_bwd_dkdv_kernel
+from gem_kernels._src.jagged_attention.backward_dq import (
     _jagged_attention_bwd_dq_kernel,
+    _jagged_attention_bwd_dq_seeds_kernel,
 )
 from gem_kernels._src.jagged_attention.bias import Bias
 from gem_kernels._src.jagged_attention.configs import select
@@ -60,7 +60,7 @@ def _table_specs(dtype: torch.dtype, dim: int, target: int) -> list[CompileSpec]
     """The two kernels of the table gradients, for all keys and for a window."""
     rows, num_warps = tile_rows(dim, dtype)
     config = TileConfig(block_m=rows, block_n=rows, num_warps=num_warps, num_stages=1)
-    constexprs = {**_bias_flags(True), "HAS_ENDS": True, "BUCKETS": 64}
+    constexprs = {**_bias_flags(True), "HAS_ENDS": True, "BUCKETS": 64, "BROADCAST_Q": False}
     return [
         _with_types(
             attention_spec(
@@ -90,19 +90,22 @@ def _spec(
     lengths: tuple[int, int] = (4096, 4096),
     window: bool = False,
     bias: bool = False,
+    requests: bool = False,
+    seeds: bool = False,
     search: bool = False,
 ) -> CompileSpec:
     return _with_types(
         attention_spec(
             f"{name}-{TRITON_NAMES[dtype]}-{dim}-sm{target}{suffix}",
-            _KERNELS[name],
+            _jagged_attention_bwd_dq_seeds_kernel if seeds and name == "dq" else _KERNELS[name],
             fit_lengths(select(name, dim, dtype, (target // 10, 0), has_bias=bias), *lengths),
             dtype,
             dim,
             target=target,
-            constexprs={"WRITE_DQ": name == "dqdkdv", **_bias_flags(bias)},
+            constexprs={"WRITE_DQ": name == "dqdkdv", "BROADCAST_Q": seeds, **_bias_flags(bias)},
             window=window,
             search=search,
+            indices=("request_index_ptr", "request_starts_ptr") if requests else (),
         )
     )
 
@@ -116,6 +119,12 @@ def compile_specs() -> Sequence[CompileSpec]:
             specs += [_spec(name, dtype, dim, target, "-bias", bias=True) for dtype, dim in compiled_sizes(name)]
             if name != "dqdkdv":
                 specs.append(_spec(name, torch.bfloat16, 128, target, "-window", window=True))
+                for dim in (64, 128, 256):
+                    specs.append(_spec(name, torch.bfloat16, dim, target, "-seeds", seeds=True, requests=dim == 128))
+                specs.append(_spec(name, torch.bfloat16, 128, target, "-request", requests=True, window=True))
+                specs.append(_spec(name, torch.bfloat16, 128, target, "-request-bias", requests=True, bias=True))
+            else:
+                specs.append(_spec(name, torch.bfloat16, 128, target, "-request-bias", requests=True, bias=True))
         for dtype, dim in compiled_sizes("forward"):
             specs += _table_specs(dtype, dim, target)
         specs.append(

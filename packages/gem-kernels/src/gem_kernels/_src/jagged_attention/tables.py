@@ -22,11 +22,12 @@ from torch import Tensor
 
 from gem_kernels._src.attention.configs import power_of_two, precision_of
 from gem_kernels._src.attention.launch import clamp_window, device_guard, unit_stride
-from gem_kernels._src.jagged_attention.backward import launch_delta, load_log2_lse
-from gem_kernels._src.jagged_attention.bias import Bias
+from gem_kernels._src.jagged_attention.backward import launch_delta
+from gem_kernels._src.jagged_attention.backward_dkdv import load_log2_lse
+from gem_kernels._src.jagged_attention.bias import Bias, pair_with_bias
 from gem_kernels._src.jagged_attention.bias_tiles import add_bias, load_times, time_bucket
 from gem_kernels._src.jagged_attention.forward import RUNTIME_SIZES
-from gem_kernels._src.tiles.index import find_sequence
+from gem_kernels._src.tiles.index import find_sequence, key_sequence
 from gem_kernels._src.tiles.mask import key_range, pair_mask
 from gem_kernels._src.tiles.memory import load_row_scalars, load_rows, sequence_bounds
 
@@ -39,7 +40,7 @@ _SIZES = [*RUNTIME_SIZES, "num_parts", "num_chunks", "lowest"]
 def tile_rows(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
     """(rows, warps) of the square tiles of both kernels; the keys of the position kernel are twice as many."""
     if dtype == torch.float32:
-        return (32, 4) if head_dim <= 64 else (16, 4)
+        return 16, 4
     return (64, 8) if head_dim <= 128 else (32, 8)
 
 
@@ -98,7 +99,7 @@ def _score_gradient(
 
 @triton.jit(do_not_specialize=_SIZES)
 def _jagged_attention_bwd_time_kernel(
-    q_ptr,  # (T_q, H, D)
+    q_ptr,  # (T_q, H, D), or (S, H, D) if BROADCAST_Q; T_q is B S below
     k_ptr,  # (T_k, H_kv, D)
     v_ptr,  # (T_k, H_kv, D_v)
     do_ptr,  # (T_q, H, D_v)
@@ -107,8 +108,9 @@ def _jagged_attention_bwd_time_kernel(
     partial_ptr,  # (num_parts, H, BUCKETS) float32, written only if HAS_TIME
     ends_ptr,  # (num_parts, H, 2) float32, written only if HAS_ENDS
     offsets_q_ptr,  # (B + 1,)
-    offsets_k_ptr,  # (B + 1,)
+    offsets_k_ptr,  # (R + 1,), R = B without request_index
     tile_offsets_ptr,  # (B + 1,) int64
+    request_index_ptr,  # (B,) or None
     position_ptr,  # (H, 2 * radius + 1) float32, read only if HAS_POSITION
     time_ptr,  # (H, num_buckets) float32, read only if HAS_TIME
     times_q_ptr,  # (T_q,), read only if HAS_TIME
@@ -138,6 +140,7 @@ def _jagged_attention_bwd_time_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BUCKETS: tl.constexpr,  # power of two >= num_buckets
+    BROADCAST_Q: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_POSITION: tl.constexpr,
@@ -166,9 +169,10 @@ def _jagged_attention_bwd_time_kernel(
         b = find_sequence(tile_offsets_ptr, tile, num_sequences, num_steps)
         first = (tile - tl.load(tile_offsets_ptr + b)).to(tl.int32) * BLOCK_M
         start_q, len_q = sequence_bounds(offsets_q_ptr, b)
-        start_k, len_k = sequence_bounds(offsets_k_ptr, b)
+        start_k, len_k = sequence_bounds(offsets_k_ptr, key_sequence(request_index_ptr, b))
         row = start_q * num_heads + head
-        q = load_rows(q_ptr + start_q * stride_qt, first, len_q, stride_qt, BLOCK_M, D, BLOCK_D)
+        first_q = start_q * 0 if BROADCAST_Q else start_q
+        q = load_rows(q_ptr + first_q * stride_qt, first, len_q, stride_qt, BLOCK_M, D, BLOCK_D)
         do = load_rows(do_ptr + start_q * stride_dot, first, len_q, stride_dot, BLOCK_M, D_V, BLOCK_DV)
         lse = load_log2_lse(lse_ptr + row, first, len_q, num_heads, BLOCK_M)
         delta = load_row_scalars(delta_ptr + row, first, len_q, num_heads, BLOCK_M, 0.0)
@@ -214,7 +218,7 @@ def _jagged_attention_bwd_time_kernel(
 
 @triton.jit(do_not_specialize=_SIZES)
 def _jagged_attention_bwd_position_kernel(
-    q_ptr,  # (T_q, H, D)
+    q_ptr,  # (T_q, H, D), or (S, H, D) if BROADCAST_Q; T_q is B S below
     k_ptr,  # (T_k, H_kv, D)
     v_ptr,  # (T_k, H_kv, D_v)
     do_ptr,  # (T_q, H, D_v)
@@ -222,8 +226,9 @@ def _jagged_attention_bwd_position_kernel(
     delta_ptr,  # (T_q, H) float32
     partial_ptr,  # (num_parts, H, num_chunks * BLOCK_M) float32
     offsets_q_ptr,  # (B + 1,)
-    offsets_k_ptr,  # (B + 1,)
+    offsets_k_ptr,  # (R + 1,), R = B without request_index
     tile_offsets_ptr,  # (B + 1,) int64
+    request_index_ptr,  # (B,) or None
     position_ptr,  # (H, 2 * radius + 1) float32
     time_ptr,  # (H, num_buckets) float32, read only if HAS_TIME
     times_q_ptr,  # (T_q,), read only if HAS_TIME
@@ -253,6 +258,7 @@ def _jagged_attention_bwd_position_kernel(
     BLOCK_M: tl.constexpr,  # queries of a tile and distances of a chunk
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    BROADCAST_Q: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_POSITION: tl.constexpr,
@@ -280,11 +286,12 @@ def _jagged_attention_bwd_position_kernel(
         b = find_sequence(tile_offsets_ptr, tile, num_sequences, num_steps)
         first = (tile - tl.load(tile_offsets_ptr + b)).to(tl.int32) * BLOCK_M
         start_q, len_q = sequence_bounds(offsets_q_ptr, b)
-        start_k, len_k = sequence_bounds(offsets_k_ptr, b)
+        start_k, len_k = sequence_bounds(offsets_k_ptr, key_sequence(request_index_ptr, b))
         n = first + distance
         if (n < len_k) & (n + 2 * BLOCK_M > 0):
             row = start_q * num_heads + head
-            q = load_rows(q_ptr + start_q * stride_qt, first, len_q, stride_qt, BLOCK_M, D, BLOCK_D)
+            first_q = start_q * 0 if BROADCAST_Q else start_q
+            q = load_rows(q_ptr + first_q * stride_qt, first, len_q, stride_qt, BLOCK_M, D, BLOCK_D)
             do = load_rows(do_ptr + start_q * stride_dot, first, len_q, stride_dot, BLOCK_M, D_V, BLOCK_DV)
             lse = load_log2_lse(lse_ptr + row, first, len_q, num_heads, BLOCK_M)
             delta = load_row_scalars(delta_ptr + row, first, len_q, num_heads, BLOCK_M, 0.0)
@@ -316,7 +323,7 @@ def launch_table_gradients(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    offsets_q: Tensor,
+    offsets_q: Tensor | None,
     offsets_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
@@ -324,6 +331,7 @@ def launch_table_gradients(
     left: int,
     right: int,
     bias: Bias,
+    request_index: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients (H, 2 P + 1) of the position table and (H, num_buckets) of the time table, float32.
 
@@ -332,21 +340,22 @@ def launch_table_gradients(
     """
     do, q, k, v = (unit_stride(x) for x in (do, q, k, v))
     out, lse = out.contiguous(), lse.contiguous()
-    offsets_q, offsets_k = offsets_q.contiguous(), offsets_k.contiguous()
     bias = bias.tables(torch.float32)
-    (total_q, num_heads, dim), (total_k, num_heads_kv, dim_v) = q.shape, v.shape
-    num_sequences = offsets_q.shape[0] - 1
+    (_, num_heads, dim), (total_k, num_heads_kv, dim_v) = q.shape, v.shape
+    total_q = out.shape[0]
     dposition = None if bias.position is None else torch.zeros_like(bias.position)
     dtime = None if bias.time is None else torch.zeros_like(bias.time)
     if total_q == 0 or total_k == 0:
         return dposition, dtime
     left, right = clamp_window(left, right)
+    pairing = pair_with_bias(q, offsets_q, offsets_k, request_index, max_seqlen_q, left, right, bias)
+    num_sequences = pairing.num_queries
     rows, num_warps = tile_rows(max(dim, dim_v), q.dtype)
     # As a searched grid: the tiles before each sequence, known on the device only; the host knows a bound.
-    tiles = (torch.diff(offsets_q.to(torch.int64)) + (rows - 1)) // rows
+    tiles = (torch.diff(pairing.offsets_q.to(torch.int64)) + (rows - 1)) // rows
     tile_offsets = torch.nn.functional.pad(torch.cumsum(tiles, 0), (1, 0))
     bound = total_q // rows + num_sequences
-    inputs = (offsets_q, offsets_k, tile_offsets, bias.position, bias.time, bias.times_q, bias.times_k)
+    inputs = (pairing.offsets_q, pairing.offsets_k, tile_offsets, pairing.request_index, *bias[:4])
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *do.stride()[:2])
     num_steps = num_sequences.bit_length()
     shared = {
@@ -356,6 +365,7 @@ def launch_table_gradients(
         "BLOCK_M": rows,
         "BLOCK_D": power_of_two(dim),
         "BLOCK_DV": power_of_two(dim_v),
+        "BROADCAST_Q": pairing.broadcast_q,
         "HAS_LEFT": left >= 0,
         "HAS_RIGHT": right >= 0,
         "PRECISION": precision_of(q.dtype),
@@ -364,7 +374,7 @@ def launch_table_gradients(
         **bias.flags(),
     }
     # Distances that can occur, and of them those with an entry of their own.
-    least = max(-(max_seqlen_q - 1), -left if left >= 0 else -max_seqlen_q)
+    least = max(-(pairing.max_seqlen_q - 1), -left if left >= 0 else -pairing.max_seqlen_q)
     most = min(max_seqlen_k - 1, right if right >= 0 else max_seqlen_k)
     has_ends = dposition is not None and (least < -bias.radius or most > bias.radius)
     lowest, highest = max(least, -bias.radius), min(most, bias.radius)
