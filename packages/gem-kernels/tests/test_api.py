@@ -52,7 +52,7 @@ SIGNATURES = {
     "validate",
     "gdpa": "q, k, v, *, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, activation, pre_scale, post_scale, causal, "
     "window_size, validate",
-    "block_attention": "q, k, v, *, offsets, max_seqlen, block_size, scale, validate",
+    "block_attention": "q, k, v, *, offsets, max_seqlen, block_size, scale, rotary, validate",
     "rmsnorm_linear": "x, weight, bias, *, norm_weight, eps",
     "linear_norm": "x, weight, bias, *, norm, norm_weight, norm_bias, eps",
     "jagged.lengths_to_offsets": "lengths",

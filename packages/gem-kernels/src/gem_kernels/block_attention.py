@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from gem_kernels._src.autocast import autocast_operands
-from gem_kernels._src.block_attention.check import NAME, check_inputs
+from gem_kernels._src.block_attention.check import NAME, check_inputs, check_rotary
 from gem_kernels._src.block_attention.op import block_attention_op
 from gem_kernels._src.validate import check_scalar
 
@@ -28,6 +28,7 @@ def block_attention(
     max_seqlen: int,
     block_size: int = 64,
     scale: float | None = None,
+    rotary: Tensor | None = None,
     validate: bool = False,
 ) -> Tensor:
     """Softmax self-attention of packed sequences, block by block.
@@ -45,6 +46,10 @@ def block_attention(
             device.
         block_size: Tokens of a block: 32, 64 or 128.
         scale: Factor on the scores; default ``D ** -0.5``.
+        rotary: (T, D) table [sin (D / 2) | cos (D / 2)] of the angles of every row, float32 or in the dtype of q. The
+            channels (2 i, 2 i + 1) = (a, b) of each head of q, k and v become (a cos_i - b sin_i, b cos_i + a sin_i)
+            before the attention, in the same kernel. A table, so that angles may come from positions or from time
+            gaps; it gets no gradient. Needs D even and D_v = D.
         validate: On CUDA, also check the values of the offsets, which waits for the device. On CPU they always are.
 
     Returns:
@@ -54,13 +59,15 @@ def block_attention(
         ValueError: on a shape, device, block size or offset that does not fit.
         TypeError: on a dtype or argument type that does not fit.
 
-    Numerics: scores, softmax and sums in float32 (float64 for float64); on CUDA, probabilities and score gradients
-    are rounded to the dtype of the inputs before the next product. float32 inputs use full-precision matmuls, not
-    TF32. The forward saves nothing but its inputs: the backward computes the probabilities again. Both give the same
-    bits on every run. Under autocast q, k and v are cast to the autocast dtype.
+    Numerics: scores, softmax, rotation and sums in float32 (float64 for float64); on CUDA, rotated inputs,
+    probabilities and score gradients are rounded to the dtype of the inputs before the next product. float32 inputs use
+    full-precision matmuls, not TF32. The forward saves nothing but its inputs: the backward rotates them and computes
+    the probabilities again, and turns the gradients back. Both give the same bits on every run. Under autocast q, k and
+    v are cast to the autocast dtype.
     """
     q, k, v = autocast_operands(q, k, v)
     check_inputs(q, k, v, offsets, max_seqlen, block_size)
+    check_rotary(rotary, q, v)
     scale = q.shape[2] ** -0.5 if scale is None else scale
     check_scalar(NAME, "scale", scale)
-    return block_attention_op(q, k, v, offsets, max_seqlen, block_size, float(scale), validate)
+    return block_attention_op(q, k, v, offsets, max_seqlen, block_size, float(scale), validate, rotary)

@@ -25,10 +25,27 @@ def _heads_first(x: Tensor, start: int, stop: int, repeat: int = 1) -> Tensor:
     return x[start:stop].transpose(0, 1).repeat_interleave(repeat, dim=0)
 
 
+def _rotate(x: Tensor, table: Tensor | None, sign: float = 1.0) -> Tensor:
+    """Each pair of channels of (T, H, D) as a complex number, times exp(i sign angle) of its row."""
+    if table is None:
+        return x
+    sin, cos = table.double()[:, None].chunk(2, dim=-1)
+    pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * torch.complex(cos, sign * sin)).flatten(-2).to(x.dtype)
+
+
 def block_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, offsets: Tensor, block_size: int = 64, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    offsets: Tensor,
+    block_size: int = 64,
+    scale: float | None = None,
+    rotary: Tensor | None = None,
 ) -> Tensor:
     """Output (T, H, D_v) in the dtype of q; arguments as in ``gem_kernels.block_attention``."""
+    q, k, v = (_rotate(x, rotary) for x in (q, k, v))
     scale = q.shape[2] ** -0.5 if scale is None else scale
     repeat = q.shape[1] // k.shape[1]
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
@@ -49,12 +66,14 @@ def block_attention_backward(
     offsets: Tensor,
     block_size: int = 64,
     scale: float | None = None,
+    rotary: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients dq, dk, dv from ``do`` (T, H, D_v).
 
     With P the probabilities of a block: dV = Pᵀ dO, dP = dO Vᵀ, dS = scale P ⊙ (dP - rowsum(P ⊙ dP)), dQ = dS K,
-    dK = dSᵀ Q.
+    dK = dSᵀ Q. A rotation of the inputs is orthogonal: their gradients are turned back by the same angles.
     """
+    q, k, v = (_rotate(x, rotary) for x in (q, k, v))
     scale = q.shape[2] ** -0.5 if scale is None else scale
     repeat = q.shape[1] // k.shape[1]
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -67,4 +86,4 @@ def block_attention_backward(
         dq[start:stop] = (ds @ ks).transpose(0, 1)
         dk[start:stop] = (ds.transpose(1, 2) @ qs).unflatten(0, (-1, repeat)).sum(1).transpose(0, 1)
         dv[start:stop] = (p.transpose(1, 2) @ dos).unflatten(0, (-1, repeat)).sum(1).transpose(0, 1)
-    return dq, dk, dv
+    return _rotate(dq, rotary, -1.0), _rotate(dk, rotary, -1.0), _rotate(dv, rotary, -1.0)

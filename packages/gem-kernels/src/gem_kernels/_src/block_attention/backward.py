@@ -17,7 +17,14 @@ from gem_kernels._src.block_attention.blocks import block_offsets
 from gem_kernels._src.block_attention.configs import select
 from gem_kernels._src.block_attention.forward import launch_float32_forward
 from gem_kernels._src.block_attention.launch import block_grid
-from gem_kernels._src.block_attention.tiles import exp_scores, load_tile, locate_block, store_tile
+from gem_kernels._src.block_attention.rotary import rotate_all
+from gem_kernels._src.block_attention.tiles import (
+    exp_scores,
+    load_rotated_tile,
+    load_tile,
+    locate_block,
+    store_unrotated_tile,
+)
 from gem_kernels._src.jagged_attention.backward import launch_backward as launch_jagged_backward
 
 
@@ -31,6 +38,7 @@ def _block_attention_bwd_kernel(
     dq_ptr,  # (T, H, D)
     dk_ptr,  # (T, H, D): one gradient per query head
     dv_ptr,  # (T, H, D_v)
+    table_ptr,  # (T, D) sines and cosines, read only if ROTARY
     offsets_ptr,  # (B + 1,)
     stride_dot,
     stride_doh,
@@ -51,6 +59,7 @@ def _block_attention_bwd_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    ROTARY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
@@ -74,13 +83,13 @@ def _block_attention_bwd_kernel(
 
     scores = tl.zeros([BLOCK, BLOCK], dtype=tl.float32)
     for d in tl.static_range(0, D, BLOCK_D):
-        q = load_tile(q_ptr, offs_t, mask_t, stride_qt, d, D, BLOCK_D)
-        k = load_tile(k_ptr, offs_t, mask_t, stride_kt, d, D, BLOCK_D)
+        q = load_rotated_tile(q_ptr, table_ptr, offs_t, mask_t, stride_qt, d, D, BLOCK_D, ROTARY)
+        k = load_rotated_tile(k_ptr, table_ptr, offs_t, mask_t, stride_kt, d, D, BLOCK_D, ROTARY)
         scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION)
     dp = tl.zeros([BLOCK, BLOCK], dtype=tl.float32)
     for d in tl.static_range(0, D_V, BLOCK_DV):
         do = load_tile(do_ptr, offs_t, mask_t, stride_dot, d, D_V, BLOCK_DV)
-        v = load_tile(v_ptr, offs_t, mask_t, stride_vt, d, D_V, BLOCK_DV)
+        v = load_rotated_tile(v_ptr, table_ptr, offs_t, mask_t, stride_vt, d, D_V, BLOCK_DV, ROTARY)
         dp = tl.dot(do, tl.trans(v), dp, input_precision=PRECISION)
     p, row_sum = exp_scores(scores, mask_t, scale_log2)
     p = p / row_sum[:, None]
@@ -94,24 +103,34 @@ def _block_attention_bwd_kernel(
         if BLOCK_DV < D_V:
             do = load_tile(do_ptr, offs_t, mask_t, stride_dot, d, D_V, BLOCK_DV)
         dv = tl.dot(tl.trans(p), do, input_precision=PRECISION)
-        store_tile(dv_ptr, dv, offs_t, mask_t, stride_dvt, d, D_V, BLOCK_DV)
+        store_unrotated_tile(dv_ptr, table_ptr, dv, offs_t, mask_t, stride_dvt, d, D_V, BLOCK_DV, ROTARY)
     for d in tl.static_range(0, D, BLOCK_D):
         if BLOCK_D < D:
-            q = load_tile(q_ptr, offs_t, mask_t, stride_qt, d, D, BLOCK_D)
-            k = load_tile(k_ptr, offs_t, mask_t, stride_kt, d, D, BLOCK_D)
+            q = load_rotated_tile(q_ptr, table_ptr, offs_t, mask_t, stride_qt, d, D, BLOCK_D, ROTARY)
+            k = load_rotated_tile(k_ptr, table_ptr, offs_t, mask_t, stride_kt, d, D, BLOCK_D, ROTARY)
         dk = tl.dot(tl.trans(ds), q, input_precision=PRECISION) * scale
-        store_tile(dk_ptr, dk, offs_t, mask_t, stride_dqt, d, D, BLOCK_D)
+        store_unrotated_tile(dk_ptr, table_ptr, dk, offs_t, mask_t, stride_dqt, d, D, BLOCK_D, ROTARY)
         dq = tl.dot(ds, k, input_precision=PRECISION) * scale
-        store_tile(dq_ptr, dq, offs_t, mask_t, stride_dqt, d, D, BLOCK_D)
+        store_unrotated_tile(dq_ptr, table_ptr, dq, offs_t, mask_t, stride_dqt, d, D, BLOCK_D, ROTARY)
 
 
 def launch_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block_size: int, scale: float
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    block_size: int,
+    scale: float,
+    rotary: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients dq, dk, dv, contiguous, in the dtype of q, k, v."""
     if q.dtype == torch.float32:
-        return _launch_float32_backward(do, q, k, v, offsets, block_size, scale)
-    return launch_tile_backward(do, q, k, v, offsets, block_size, scale)
+        q, k, v = rotate_all((q, k, v), rotary)
+        dq, dk, dv = _launch_float32_backward(do, q, k, v, offsets, block_size, scale)
+        dq, dk, dv = rotate_all((dq, dk, dv), rotary, inverse=True)
+        return dq, dk, dv
+    return launch_tile_backward(do, q, k, v, offsets, block_size, scale, rotary)
 
 
 def _launch_float32_backward(
@@ -127,7 +146,14 @@ def _launch_float32_backward(
 
 
 def launch_tile_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block_size: int, scale: float
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    block_size: int,
+    scale: float,
+    rotary: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``launch_backward`` by the kernel of this module."""
     do, q, k, v = (unit_stride(x) for x in (do, q, k, v))
@@ -141,7 +167,7 @@ def launch_tile_backward(
     dk = torch.empty(total, num_heads, dim, dtype=dtype_kv, device=q.device)
     dv = torch.empty(total, num_heads, dim_v, dtype=dtype_kv, device=q.device)
     if total > 0:
-        config = select("backward", q.dtype, block_size, dim, dim_v)
+        config = select("backward", q.dtype, block_size, dim, dim_v, rotary=rotary is not None)
         grid = block_grid(offsets, total, block_size, num_heads)
         with device_guard(q):
             _block_attention_bwd_kernel[(grid.size,)](
@@ -152,6 +178,7 @@ def launch_tile_backward(
                 dq,
                 dk,
                 dv,
+                q if rotary is None else rotary.contiguous(),
                 offsets,
                 *do.stride()[:2],
                 *q.stride()[:2],
@@ -168,6 +195,7 @@ def launch_tile_backward(
                 BLOCK=block_size,
                 BLOCK_D=config.block_d,
                 BLOCK_DV=config.block_dv,
+                ROTARY=rotary is not None,
                 PRECISION=precision_of(q.dtype),
                 num_warps=config.num_warps,
                 num_stages=1,

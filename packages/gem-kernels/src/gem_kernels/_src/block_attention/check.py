@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from gem_kernels._src.block_attention.configs import BLOCK_SIZES
@@ -48,6 +49,34 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, max_seqlen: i
     check_offsets(NAME, "offsets", offsets, q)
     check_max_seqlen(NAME, "max_seqlen", max_seqlen)
     check_block_size(NAME, block_size)
+
+
+def check_rotary(rotary: Tensor | None, q: Tensor, v: Tensor) -> None:
+    """Raise unless ``rotary`` is a table of sines and cosines for every row and pair of channels of q, k and v."""
+    if rotary is None:
+        return
+    if not isinstance(rotary, Tensor):
+        raise TypeError(f"{NAME}: `rotary` must be a Tensor or None, got {type(rotary).__name__}.")
+    dim = q.shape[2]
+    if dim % 2 != 0:
+        raise ValueError(f"{NAME}: `rotary` rotates pairs of channels: the head dim of `q` must be even, got {dim}.")
+    if v.shape[2] != dim:
+        raise ValueError(
+            f"{NAME}: `rotary` rotates `v` too: its head dim must be that of `q`, {dim}, got {v.shape[2]}."
+        )
+    if rotary.dim() != 2 or rotary.shape[0] != q.shape[0] or rotary.shape[1] != dim:
+        raise ValueError(
+            f"{NAME}: `rotary` must have shape (T, D) = ({q.shape[0]}, {dim}), sines in its first half and cosines in "
+            f"the second, got {tuple(rotary.shape)}."
+        )
+    if rotary.dtype not in (torch.float32, q.dtype):
+        raise TypeError(f"{NAME}: `rotary` must be float32 or have the dtype of `q`, {q.dtype}, got {rotary.dtype}.")
+    if rotary.device != q.device:
+        raise ValueError(
+            f"{NAME}: `rotary` must be on the device of `q`, {q.device}, got {rotary.device}; move it there."
+        )
+    if rotary.requires_grad:
+        raise ValueError(f"{NAME}: `rotary` gets no gradient, got a table that requires one; pass `rotary.detach()`.")
 
 
 def check_lengths(q: Tensor, offsets: Tensor, max_seqlen: int, *, read_offsets: bool) -> None:

@@ -26,7 +26,15 @@ class ChunkConfig:
     num_warps: int
 
 
-def select(direction: Direction, dtype: torch.dtype, block_size: int, head_dim: int, head_dim_v: int) -> ChunkConfig:
+def select(
+    direction: Direction,
+    dtype: torch.dtype,
+    block_size: int,
+    head_dim: int,
+    head_dim_v: int,
+    *,
+    rotary: bool = False,
+) -> ChunkConfig:
     """Configuration of one kernel; a pure function, so that all ranks of a job agree.
 
     Chosen so that no variant spills registers on sm_90 and sm_100, few do a little on sm_80, and all fit the 99 KiB of
@@ -47,8 +55,6 @@ def select(direction: Direction, dtype: torch.dtype, block_size: int, head_dim: 
         # With chunks of q and k in a wider swizzle than those of v, the ptxas of Triton 3.6 (12.8) computes a wrong
         # address of v in shared memory. The compile test looks for such code.
         block_d = min(block_d, block_dv)
-    return ChunkConfig(
-        block_d=block_d,
-        block_dv=block_dv,
-        num_warps=8 if block_size == 128 or (widest > 128 and block_size == 64) else 4,
-    )
+    # A rotation takes a tile of float32 and one of angles through registers.
+    many = block_size == 128 or (block_size == 64 and widest > (64 if rotary else 128))
+    return ChunkConfig(block_d=block_d, block_dv=block_dv, num_warps=8 if many else 4)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gem_kernels._src.attention.batching import Group, PackedOutput, Rows, compute_dtype, plan_groups
 from gem_kernels._src.block_attention.blocks import block_offsets
+from gem_kernels._src.block_attention.rotary import rotate_all
 
 
 class _Tiles(NamedTuple):
@@ -38,8 +39,11 @@ def _tiles(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, group: Group, scale
     return _Tiles(rows, q_g, k_g, v_g, torch.softmax(scores, dim=-1))
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block_size: int, scale: float) -> Tensor:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block_size: int, scale: float, rotary: Tensor | None
+) -> Tensor:
     """Output (T, H, D_v) in the dtype of q."""
+    q, k, v = rotate_all((q, k, v), rotary)
     offsets = block_offsets(offsets, q.shape[0], block_size)
     lengths = torch.diff(offsets)
     out = PackedOutput(q.shape[0], q.shape[1], v.shape[2], q.dtype)
@@ -50,9 +54,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block_size: int, s
 
 
 def backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block_size: int, scale: float
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    block_size: int,
+    scale: float,
+    rotary: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients dq, dk, dv in the dtype and shape of q, k, v."""
+    q, k, v = rotate_all((q, k, v), rotary)
     offsets = block_offsets(offsets, q.shape[0], block_size)
     lengths = torch.diff(offsets)
     dq, dk, dv = (PackedOutput.like(x) for x in (q, k, v))
@@ -66,4 +78,5 @@ def backward(
         tiles.rows.scatter(dv, torch.bmm(tiles.p.transpose(1, 2), do_g))
         tiles.rows.scatter(dk, torch.bmm(ds.transpose(1, 2), tiles.q))
         tiles.rows.scatter(dq, torch.bmm(ds, tiles.k).mul_(scale))
-    return dq.packed(), dk.packed(), dv.packed()
+    gradients = rotate_all((dq.packed(), dk.packed(), dv.packed()), rotary, inverse=True)
+    return gradients[0], gradients[1], gradients[2]

@@ -14,7 +14,8 @@ from gem_kernels._src.attention.launch import check_head_dims, device_guard, uni
 from gem_kernels._src.block_attention.blocks import block_offsets
 from gem_kernels._src.block_attention.configs import select
 from gem_kernels._src.block_attention.launch import block_grid
-from gem_kernels._src.block_attention.tiles import exp_scores, load_tile, locate_block, store_tile
+from gem_kernels._src.block_attention.rotary import rotate_all
+from gem_kernels._src.block_attention.tiles import exp_scores, load_rotated_tile, locate_block, store_tile
 from gem_kernels._src.jagged_attention.forward import launch_forward as launch_jagged_forward
 
 
@@ -25,6 +26,7 @@ def _block_attention_fwd_kernel(
     k_ptr,  # (T, H_kv, D)
     v_ptr,  # (T, H_kv, D_v)
     out_ptr,  # (T, H, D_v)
+    table_ptr,  # (T, D) sines and cosines, read only if ROTARY
     offsets_ptr,  # (B + 1,)
     stride_qt,
     stride_qh,
@@ -44,6 +46,7 @@ def _block_attention_fwd_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    ROTARY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     pid = tl.program_id(0).to(tl.int64)
@@ -61,23 +64,26 @@ def _block_attention_fwd_kernel(
 
     scores = tl.zeros([BLOCK, BLOCK], dtype=tl.float32)
     for d in tl.static_range(0, D, BLOCK_D):
-        q = load_tile(q_ptr, offs_t, mask_t, stride_qt, d, D, BLOCK_D)
-        k = load_tile(k_ptr, offs_t, mask_t, stride_kt, d, D, BLOCK_D)
+        q = load_rotated_tile(q_ptr, table_ptr, offs_t, mask_t, stride_qt, d, D, BLOCK_D, ROTARY)
+        k = load_rotated_tile(k_ptr, table_ptr, offs_t, mask_t, stride_kt, d, D, BLOCK_D, ROTARY)
         scores = tl.dot(q, tl.trans(k), scores, input_precision=PRECISION)
     p, row_sum = exp_scores(scores, mask_t, scale_log2)
     p = p.to(v_ptr.dtype.element_ty)
     for d in tl.static_range(0, D_V, BLOCK_DV):
-        v = load_tile(v_ptr, offs_t, mask_t, stride_vt, d, D_V, BLOCK_DV)
+        v = load_rotated_tile(v_ptr, table_ptr, offs_t, mask_t, stride_vt, d, D_V, BLOCK_DV, ROTARY)
         out = tl.dot(p, v, input_precision=PRECISION) / row_sum[:, None]
         store_tile(out_ptr, out, offs_t, mask_t, stride_ot, d, D_V, BLOCK_DV)
 
 
-def launch_forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block_size: int, scale: float) -> Tensor:
+def launch_forward(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block_size: int, scale: float, rotary: Tensor | None = None
+) -> Tensor:
     """Output (T, H, D_v), contiguous, in the dtype of q."""
     check_head_dims("block_attention", q.shape[2], v.shape[2])
     if q.dtype == torch.float32:
+        q, k, v = rotate_all((q, k, v), rotary)
         return launch_float32_forward(q, k, v, offsets, block_size, scale)[0]
-    return launch_tile_forward(q, k, v, offsets, block_size, scale)
+    return launch_tile_forward(q, k, v, offsets, block_size, scale, rotary)
 
 
 def launch_float32_forward(
@@ -95,7 +101,9 @@ def launch_float32_forward(
     return launch_jagged_forward(q, k, v, blocks, blocks, block_size, block_size, scale, -1, -1)
 
 
-def launch_tile_forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block_size: int, scale: float) -> Tensor:
+def launch_tile_forward(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block_size: int, scale: float, rotary: Tensor | None = None
+) -> Tensor:
     """``launch_forward`` by the kernel of this module."""
     q, k, v, offsets = unit_stride(q), unit_stride(k), unit_stride(v), offsets.contiguous()
     total, num_heads, dim = q.shape
@@ -103,7 +111,7 @@ def launch_tile_forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block_
     out = torch.empty(total, num_heads, dim_v, dtype=q.dtype, device=q.device)
     if total == 0:
         return out
-    config = select("forward", q.dtype, block_size, dim, dim_v)
+    config = select("forward", q.dtype, block_size, dim, dim_v, rotary=rotary is not None)
     grid = block_grid(offsets, total, block_size, num_heads)
     with device_guard(q):
         _block_attention_fwd_kernel[(grid.size,)](
@@ -111,6 +119,7 @@ def launch_tile_forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block_
             k,
             v,
             out,
+            q if rotary is None else rotary.contiguous(),
             offsets,
             *q.stride()[:2],
             *k.stride()[:2],
@@ -126,6 +135,7 @@ def launch_tile_forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block_
             BLOCK=block_size,
             BLOCK_D=config.block_d,
             BLOCK_DV=config.block_dv,
+            ROTARY=rotary is not None,
             PRECISION=precision_of(q.dtype),
             num_warps=config.num_warps,
             num_stages=1,

@@ -24,13 +24,14 @@ def block_attention_op(
     block_size: int,
     scale: float,
     validate: bool,
+    rotary: Tensor | None = None,
 ) -> Tensor:
     """Output (T, H, D_v), contiguous, in the dtype of q."""
     # Imported here: Triton is absent where only the CPU kernels are used.
     from gem_kernels._src.block_attention.forward import launch_forward
 
     check_lengths(q, offsets, max_seqlen, read_offsets=validate)
-    return launch_forward(q, k, v, offsets, block_size, scale)
+    return launch_forward(q, k, v, offsets, block_size, scale, rotary)
 
 
 @block_attention_op.register_kernel("cpu")
@@ -43,11 +44,12 @@ def _forward_cpu(
     block_size: int,
     scale: float,
     validate: bool,
+    rotary: Tensor | None = None,
 ) -> Tensor:
     check_lengths(q, offsets, max_seqlen, read_offsets=True)
     # The matmuls inside keep their dtype although the caller may be under autocast.
     with torch.autocast("cpu", enabled=False):
-        return cpu.forward(q, k, v, offsets, block_size, scale)
+        return cpu.forward(q, k, v, offsets, block_size, scale, rotary)
 
 
 @block_attention_op.register_fake
@@ -57,21 +59,35 @@ def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
 
 @torch.library.custom_op("gem_kernels::block_attention_backward", mutates_args=(), device_types="cuda")
 def block_attention_backward_op(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block_size: int, scale: float
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    block_size: int,
+    scale: float,
+    rotary: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients dq, dk, dv, contiguous, in the dtypes of q, k, v; the same bits on every run."""
     from gem_kernels._src.block_attention.backward import launch_backward
 
-    return launch_backward(do, q, k, v, offsets, block_size, scale)
+    return launch_backward(do, q, k, v, offsets, block_size, scale, rotary)
 
 
 @block_attention_backward_op.register_kernel("cpu")
 def _backward_cpu(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block_size: int, scale: float
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    block_size: int,
+    scale: float,
+    rotary: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # The matmuls inside keep their dtype although the caller may be under autocast.
     with torch.autocast("cpu", enabled=False):
-        return cpu.backward(do, q, k, v, offsets, block_size, scale)
+        return cpu.backward(do, q, k, v, offsets, block_size, scale, rotary)
 
 
 @block_attention_backward_op.register_fake
@@ -80,14 +96,14 @@ def _backward_fake(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tupl
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    q, k, v, offsets, _max_seqlen, ctx.block_size, ctx.scale, _validate = inputs
-    ctx.save_for_backward(q, k, v, offsets)
+    q, k, v, offsets, _max_seqlen, ctx.block_size, ctx.scale, _validate, rotary = inputs
+    ctx.save_for_backward(q, k, v, offsets, rotary)
 
 
 def _backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
-    q, k, v, offsets = ctx.saved_tensors
-    dq, dk, dv = block_attention_backward_op(do, q, k, v, offsets, ctx.block_size, ctx.scale)
-    return dq, dk, dv, None, None, None, None, None
+    q, k, v, offsets, rotary = ctx.saved_tensors
+    dq, dk, dv = block_attention_backward_op(do, q, k, v, offsets, ctx.block_size, ctx.scale, rotary)
+    return dq, dk, dv, None, None, None, None, None, None
 
 
 block_attention_op.register_autograd(_backward, setup_context=_setup_context)

@@ -35,6 +35,45 @@ def load_tile(ptr, offs_t, mask_t, stride_t, first_d, DIM: tl.constexpr, BLOCK_D
 
 
 @triton.jit
+def rotate_tile(x, table_ptr, offs_t, mask_t, first_d, DIM: tl.constexpr, BLOCK_D: tl.constexpr, SIGN: tl.constexpr):
+    """Channels first_d + [0, BLOCK_D) rotated in float32, pair by pair, by SIGN times the angles of their rows.
+
+    ``table_ptr`` is (T, DIM) = [sin | cos], contiguous, one angle for each pair of channels.
+    """
+    HALF: tl.constexpr = DIM // 2
+    offs_p = first_d // 2 + tl.arange(0, BLOCK_D // 2)
+    mask = mask_t[:, None]
+    if DIM % BLOCK_D != 0:
+        mask = mask & (offs_p < HALF)[None, :]
+    ptrs = table_ptr + offs_t[:, None] * DIM + offs_p[None, :]
+    sin = SIGN * tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    cos = tl.load(ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
+    a, b = tl.split(tl.reshape(x.to(tl.float32), (x.shape[0], BLOCK_D // 2, 2)))
+    return tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (x.shape[0], BLOCK_D))
+
+
+@triton.jit
+def load_rotated_tile(
+    ptr, table_ptr, offs_t, mask_t, stride_t, first_d, DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY: tl.constexpr
+):
+    """``load_tile``, rotated by the table if ROTARY and then rounded to the dtype of ``ptr`` again."""
+    x = load_tile(ptr, offs_t, mask_t, stride_t, first_d, DIM, BLOCK_D)
+    if ROTARY:
+        x = rotate_tile(x, table_ptr, offs_t, mask_t, first_d, DIM, BLOCK_D, 1).to(x.dtype)
+    return x
+
+
+@triton.jit
+def store_unrotated_tile(
+    ptr, table_ptr, x, offs_t, mask_t, stride_t, first_d, DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROTARY: tl.constexpr
+):
+    """``store_tile`` of a gradient: if ROTARY, of the rotated channels, turned back to those before the rotation."""
+    if ROTARY:
+        x = rotate_tile(x, table_ptr, offs_t, mask_t, first_d, DIM, BLOCK_D, -1)
+    store_tile(ptr, x, offs_t, mask_t, stride_t, first_d, DIM, BLOCK_D)
+
+
+@triton.jit
 def store_tile(ptr, x, offs_t, mask_t, stride_t, first_d, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Write a (BLOCK, BLOCK_D) tile in the dtype of ``ptr``; nothing outside the block's rows and the head."""
     offs_d = first_d + tl.arange(0, BLOCK_D)

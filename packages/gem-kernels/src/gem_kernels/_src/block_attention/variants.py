@@ -41,11 +41,12 @@ def _spec(
     *,
     head_dim_v: int | None = None,
     single_head: bool = False,
+    rotary: bool = False,
     targets: tuple[int, ...] = (90, 100),
     max_spill_bytes: int = 0,
 ) -> CompileSpec:
     dim_v = head_dim if head_dim_v is None else head_dim_v
-    config = select(direction, dtype, block_size, head_dim, dim_v)
+    config = select(direction, dtype, block_size, head_dim, dim_v, rotary=rotary)
     kernel = _KERNELS[direction]
     constexprs = {
         "GROUP": group,
@@ -54,6 +55,7 @@ def _spec(
         "BLOCK": block_size,
         "BLOCK_D": config.block_d,
         "BLOCK_DV": config.block_dv,
+        "ROTARY": rotary,
         "PRECISION": precision_of(dtype),
     }
     if single_head:
@@ -64,7 +66,7 @@ def _spec(
             continue
         if name == "offsets_ptr":
             signature[name] = "*i64"
-        elif name in ("dk_ptr", "dv_ptr") and group > 1:
+        elif name == "table_ptr" or (name in ("dk_ptr", "dv_ptr") and group > 1):
             signature[name] = "*fp32"
         elif name.endswith("_ptr"):
             signature[name] = f"*{_NAMES[dtype]}"
@@ -72,6 +74,7 @@ def _spec(
             signature[name] = "fp32" if name.startswith("scale") else "i32"
     shape = f"block{block_size}-D{head_dim}" + (f"-Dv{dim_v}" if dim_v != head_dim else "")
     suffix = f"-group{group}" if group > 1 else "-head1" if single_head else "-sm80" if targets == (80,) else ""
+    suffix += "-rotary" if rotary else ""
     return CompileSpec(
         id=f"{direction}-{_NAMES[dtype]}-{shape}{suffix}",
         kernel=kernel,
@@ -91,7 +94,7 @@ def compile_specs() -> Sequence[CompileSpec]:
     That one has a single head, which Triton makes a constant of the kernel. Values narrower than keys are chunked
     with them.
     sm_80 has its own matrix instructions and less shared memory: the usual shape is built for it too, and its
-    backward may spill a few registers.
+    backward may spill a few registers. So may the rotation of the widest tiles.
     """
     specs = []
     for direction, shapes in _SHAPES.items():
@@ -100,4 +103,15 @@ def compile_specs() -> Sequence[CompileSpec]:
         specs.append(_spec(direction, torch.bfloat16, 64, 128, 1, targets=(80,), max_spill_bytes=64))
         specs.append(_spec(direction, torch.bfloat16, 64, 64, 1, head_dim_v=32))
         specs.append(_spec(direction, torch.bfloat16, 64, 256, 1, head_dim_v=32))
+        specs += [
+            _spec(direction, torch.bfloat16, block_size, head_dim, 1, rotary=True, max_spill_bytes=spill)
+            for block_size, head_dim, spill in (
+                (32, 32, 0),
+                (64, 64, 0),
+                (64, 96, 0),
+                (64, 128, 0),
+                (64, 256, 128),
+                (128, 128, 128),
+            )
+        ]
     return specs
