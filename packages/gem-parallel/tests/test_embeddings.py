@@ -233,6 +233,23 @@ def test_initial_weights_do_not_depend_on_neighbours():
     assert not torch.equal(first, make([], tables=alone.tables, seed=4).state_dict()["tables.big.weight"])
 
 
+@pytest.mark.parametrize("case", OPTIMIZERS, ids=lambda case: case.id)
+def test_float16_step_is_a_rounded_float32_step(case):
+    """On the CPU to the nearest: one step is within half a spacing, 2^-11, of the reference; moments are float32."""
+    optimizer = SparseOptimizerConfig(kind=case.kind, learning_rate=0.01, eps=1e-6, weight_decay=case.weight_decay)
+    module = make([FeatureConfig(name="x", table="t")], optimizer=optimizer, weight_dtype=torch.float16)
+    reference = ReferenceTable(module.state_dict()["tables.t.weight"].double(), optimizer)
+    upstream = torch.linspace(-1, 1, 2 * DIM).view(2, DIM)
+    module.lookup(module.exchange({"x": ids_of([1, 2, 2], [4])}))["x"].backward(upstream)
+    reference.update(torch.tensor([1, 2, 2, 4]), upstream.double()[[0, 0, 0, 1]])
+    state = module.state_dict()
+    # half a spacing of float16 where the steps end, and of its subnormal numbers
+    error = (state["tables.t.weight"].double() - reference.weight).abs()
+    assert bool((error <= 2**-11 * 1.001 * reference.weight.abs() + 2**-25).all())
+    if "tables.t.sum" in state:
+        torch.testing.assert_close(state["tables.t.sum"].double().view(10, -1), reference.second, rtol=1e-6, atol=1e-7)
+
+
 def test_half_precision_tables():
     module = make(
         [FeatureConfig(name="x", table="t")],
@@ -249,25 +266,28 @@ def test_half_precision_tables():
     torch.testing.assert_close(after[1], before[1] - 0.25, rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("case", OPTIMIZERS, ids=lambda case: case.id)
-def test_bfloat16_tables(case):
+def test_bfloat16_tables(case, device):
     """Each step lands on a bfloat16 neighbour of the float32 step, in the mean on the step itself; it repeats."""
     optimizer = SparseOptimizerConfig(kind=case.kind, learning_rate=0.01, eps=1e-6, weight_decay=case.weight_decay)
     tables = [TableConfig(name="t", num_rows=4000, dim=DIM)]
     features = [FeatureConfig(name="x", table="t", pooling="none")]
-    first, second = (make(features, tables=tables, optimizer=optimizer, weight_dtype=torch.bfloat16) for _ in range(2))
-    reference = ReferenceTable(first.state_dict()["tables.t.weight"].double(), optimizer)
+    options = {"tables": tables, "optimizer": optimizer, "weight_dtype": torch.bfloat16, "device": device}
+    first, second = (make(features, **options) for _ in range(2))
+    reference = ReferenceTable(first.state_dict()["tables.t.weight"].cpu().double(), optimizer)
     ids = torch.arange(4000)
     upstream = torch.linspace(-1, 1, 4000 * DIM).view(4000, DIM)
     for module in (first, second):
-        out = module.lookup(module.exchange({"x": (ids, torch.tensor([0, 4000]))}))["x"]
+        pair = (ids.to(device), torch.tensor([0, 4000], device=device))
+        out = module.lookup(module.exchange({"x": pair}))["x"]
         assert out.dtype == torch.float32
-        out.backward(upstream)
+        out.backward(upstream.to(device))
     before = reference.weight.clone()
     reference.update(ids, upstream.double())
-    after = first.state_dict()["tables.t.weight"]
+    after = first.state_dict()["tables.t.weight"].cpu()
     assert after.dtype == torch.bfloat16
-    assert torch.equal(after, second.state_dict()["tables.t.weight"])
+    assert torch.equal(after, second.state_dict()["tables.t.weight"].cpu())
     error = (after.double() - reference.weight) / reference.weight.abs().clamp(min=2**-20)
     # spacing of bfloat16: 2^-7 of the value below it
     assert float(error.abs().max()) <= 2**-7 * 1.001

@@ -61,3 +61,50 @@ def test_grids_equal_each_other_bitwise(trained, case):
         assert state.keys() == states[0].keys()
         for key, value in state.items():
             compare(value, states[0][key], not joint, key)
+
+
+CUDA_CASES = [case for case in GRID_CASES if not case.exact]
+
+
+def rank_train_cuda(rank, world_size, folder):
+    """As `rank_train`, through NCCL, with ids a batch ahead on a stream of their own and rows started early."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    side = torch.cuda.Stream()
+    results = {}
+    for replicas in (each for each in REPLICAS if each <= world_size):
+        mesh = ParallelDims.for_world(world_size, sparse_replicate=replicas).build_mesh("cuda").sparse
+        for case in CUDA_CASES:
+            module = make(case, mesh, device)
+            first = full_state(module)
+            outputs, ahead = [], []
+            for step in range(NUM_STEPS + 1):
+                if ahead:
+                    torch.cuda.current_stream().wait_stream(side)
+                    module.start_lookup(ahead[0][1])
+                if step < NUM_STEPS:
+                    with torch.cuda.stream(side):
+                        batch = {
+                            name: tuple(each.to(device) for each in parts)
+                            for name, parts in rank_batch(case, step, rank, world_size).items()
+                        }
+                        pending = module.exchange({name: parts[:2] for name, parts in batch.items()})
+                    ahead.append((batch, pending))
+                if step > 0:
+                    batch, pending = ahead.pop(0)
+                    rows = module.lookup(pending)
+                    sum((torch.tanh(each) * batch[name][2]).sum() for name, each in rows.items()).backward()
+                    outputs.append({name: each.detach().cpu() for name, each in rows.items()})
+            results[replicas, case.id] = (first, outputs, full_state(module))
+    return results
+
+
+@pytest.mark.gpu
+def test_nccl_grids_equal_one_cpu_process(ranks):
+    world_size = next((size for size in (4, 2) if size <= torch.cuda.device_count()), None)
+    if world_size is None:
+        pytest.skip("needs two GPUs or more")
+    results = ranks("rank_train_cuda", world_size, backend="nccl")
+    for replicas, name in results[0]:
+        case = next(case for case in CUDA_CASES if case.id == name)
+        check(world_size, [result[replicas, name] for result in results], case, bitwise=False)

@@ -48,6 +48,19 @@ def test_pack_keeps_powers_of_two_at_the_ends_of_float32(dtype, exponent):
     assert torch.equal(out, torch.zeros_like(rows) if exponent < flushed else rows)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_cuda_packs_the_same_bytes(dtype):
+    rows = torch.randn(300, 64, generator=torch.Generator().manual_seed(1)) * torch.logspace(-12, 12, 300).unsqueeze(1)
+    rows[5] = 0
+    packed = pack_rows(rows.cuda(), dtype)
+    assert torch.equal(packed.cpu(), pack_rows(rows, dtype))
+    out, expected = torch.empty_like(rows, device="cuda"), torch.empty_like(rows)
+    unpack_rows(packed, dtype, out)
+    unpack_rows(packed.cpu(), dtype, expected)
+    assert torch.equal(out.cpu(), expected)
+
+
 class Recorder:
     """Counts collectives and the bytes that each rank puts in."""
 

@@ -11,7 +11,7 @@ Transfers of one group run while the next group computes, in both directions; al
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,10 @@ class Flight:
     found: Tensor | None
     """(N, dim) rows of a replicated group's values."""
     slice_ids: SliceIds | None
+
+    def landed(self) -> Flight:
+        """What backward needs: no rows, whose memory is the dense part's from here on."""
+        return replace(self, rows=[], transfer=None, found=None)
 
 
 def start_flights(
@@ -125,7 +129,8 @@ class Assemble(torch.autograd.Function):
         *rows: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.flights, ctx.grid, ctx.wire_dtype, ctx.update = flights, grid, wire_dtype, update
+        ctx.flights = [flight.landed() for flight in flights]
+        ctx.grid, ctx.wire_dtype, ctx.update = grid, wire_dtype, update
         ctx.shapes = [block_rows.shape for block_rows in rows]
         outputs: list[Tensor] = []
         first = 0

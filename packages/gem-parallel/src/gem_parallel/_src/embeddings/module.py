@@ -249,17 +249,18 @@ class ShardedEmbeddings(nn.Module):
         if started.done:
             raise ValueError("lookup: `pending` must be a batch that was not looked up, got one that was")
         started.done = True
+        flights, started.flights = started.flights, None
         outputs: list[Tensor] = []
-        if started.flights is None:
+        if flights is None:
             for request, engines in zip(pending.requests, self._engines, strict=True):
                 outputs += pooled_outputs(request, engines, started.step, self._anchor)
         else:
-            rows = [each for flight in started.flights for each in flight.rows]
+            rows = [each for flight in flights for each in flight.rows]
             update = None
             if started.step is not None:
                 update = Update(step=started.step, learning_rate=started.learning_rate)
             with torch.set_grad_enabled(started.step is not None):
-                outputs += Assemble.apply(self._anchor, started.flights, self._grid, self.wire_dtype, update, *rows)
+                outputs += Assemble.apply(self._anchor, flights, self._grid, self.wire_dtype, update, *rows)
         slots = [feature.slot for request in pending.requests for feature in request.ids.features]
         by_name: dict[str, list[tuple[int, Tensor]]] = {}
         for slot, output in zip(slots, outputs, strict=True):
