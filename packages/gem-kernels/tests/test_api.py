@@ -10,6 +10,7 @@ import pytest
 import gem_kernels
 
 TOP_LEVEL = {
+    "Activation",
     "__version__",
     "block_attention",
     "gdpa",
@@ -51,7 +52,7 @@ SIGNATURES = {
     "position_bias, time_bias, times_q, times_k, time_buckets_per_octave, request_index, return_lse, "
     "validate",
     "gdpa": "q, k, v, *, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, activation, pre_scale, post_scale, causal, "
-    "window_size, validate",
+    "window_size, num_targets, request_index, validate",
     "block_attention": "q, k, v, *, offsets, max_seqlen, block_size, scale, rotary, validate",
     "rmsnorm_linear": "x, weight, bias, *, norm_weight, eps",
     "linear_norm": "x, weight, bias, *, norm, norm_weight, norm_bias, eps",

@@ -3,11 +3,12 @@
 from gem_kernels import jagged, modules, mx, reference, testing
 from gem_kernels._version import __version__
 from gem_kernels.block_attention import block_attention
-from gem_kernels.gdpa import gdpa
+from gem_kernels.gdpa import Activation, gdpa
 from gem_kernels.jagged_attention import jagged_attention
 from gem_kernels.norm_linear import linear_norm, rmsnorm_linear
 
 __all__ = [
+    "Activation",
     "__version__",
     "block_attention",
     "gdpa",

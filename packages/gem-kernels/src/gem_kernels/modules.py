@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from gem_kernels._src.block_attention.check import check_block_size
-from gem_kernels._src.gdpa.names import ACTIVATION_NAMES
+from gem_kernels._src.gdpa.activation import Activation, activation_name
 from gem_kernels._src.validate import check_scalar, check_scale, check_window
 from gem_kernels.block_attention import block_attention
 from gem_kernels.gdpa import gdpa
@@ -73,7 +73,8 @@ class GDPA(nn.Module):
     """:func:`gem_kernels.gdpa` with its options fixed.
 
     Args:
-        activation: Name of the activation, see :func:`gem_kernels.gdpa`.
+        activation: Name of the activation or an :class:`gem_kernels.Activation`, see :func:`gem_kernels.gdpa`; kept
+            as the name.
         pre_scale: Factor on the scores, inside the activation.
         post_scale: Factor on the activated scores.
         causal: Keep only keys j <= i.
@@ -82,19 +83,17 @@ class GDPA(nn.Module):
 
     def __init__(
         self,
-        activation: str = "gelu",
+        activation: str | Activation = "gelu",
         pre_scale: float = 1.0,
         post_scale: float = 1.0,
         causal: bool = False,
         window_size: tuple[int, int] = (-1, -1),
     ) -> None:
         super().__init__()
-        if activation not in ACTIVATION_NAMES:
-            raise ValueError(f"GDPA: `activation` must be one of {', '.join(ACTIVATION_NAMES)}, got {activation!r}.")
         check_scalar("GDPA", "pre_scale", pre_scale)
         check_scalar("GDPA", "post_scale", post_scale)
         check_window("GDPA", window_size)
-        self.activation = activation
+        self.activation = activation_name("GDPA", activation)
         self.pre_scale = pre_scale
         self.post_scale = post_scale
         self.causal = causal

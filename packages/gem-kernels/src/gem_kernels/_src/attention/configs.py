@@ -47,6 +47,10 @@ class TileConfig:
             raise ValueError(f"TileConfig: `num_stages` must be >= 1, got {self.num_stages}.")
 
 
+_ACCUMULATORS = 128
+"""Registers of a thread's 255 that sums over the inner loop may take."""
+
+
 def power_of_two(size: int) -> int:
     """Smallest power of two >= ``size``, and >= 16, which the matrix instructions need."""
     return max(16, 1 << (size - 1).bit_length())
@@ -57,16 +61,19 @@ def shared_memory_bytes(capability: tuple[int, int]) -> int:
     return 1024 * _SHARED_MEMORY_KIB.get(capability, _SHARED_MEMORY_KIB_SMALL)
 
 
-def fit_lengths(config: TileConfig, max_seqlen_q: int, max_seqlen_k: int) -> TileConfig:
+def fit_lengths(config: TileConfig, max_seqlen_q: int, max_seqlen_k: int, *, columns_per_key: int = 0) -> TileConfig:
     """Shrink tiles that are longer than the longest sequence.
 
-    Sizes stay powers of two, so that any sequence of batches compiles a bounded number of kernels.
+    Sizes stay powers of two, so that any sequence of batches compiles a bounded number of kernels. A kernel that
+    accumulates ``columns_per_key`` float32 columns for every key row keeps the warps to hold them.
     """
     block_m = min(config.block_m, power_of_two(max(max_seqlen_q, 1)))
     block_n = min(config.block_n, power_of_two(max(max_seqlen_k, 1)))
     # Half the tile has no work for twice the warps; four are one warpgroup of Hopper's matrix instructions.
     shrunk = config.block_m * config.block_n // (block_m * block_n)
     num_warps = max(min(4, config.num_warps), config.num_warps // shrunk)
+    while num_warps < config.num_warps and block_n * columns_per_key > _ACCUMULATORS * 32 * num_warps:
+        num_warps *= 2
     return TileConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=config.num_stages)
 
 

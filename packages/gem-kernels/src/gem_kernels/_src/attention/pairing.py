@@ -26,6 +26,11 @@ class Pairing(NamedTuple):
     """q holds the rows of one sequence, which every query sequence reads."""
 
     @property
+    def indexed(self) -> bool:
+        """Whether query and key sequences are not simply pairs."""
+        return self.broadcast_q or self.request_index is not None
+
+    @property
     def num_queries(self) -> int:
         """Query sequences B."""
         return self.offsets_q.shape[0] - 1

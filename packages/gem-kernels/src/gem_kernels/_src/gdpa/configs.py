@@ -5,9 +5,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from gem_kernels._src.attention.configs import Kernel, Table, TileConfig, select_from
+from gem_kernels._src.attention.configs import (
+    Kernel,
+    Table,
+    TileConfig,
+    fit_lengths,
+    power_of_two,
+    select_from,
+)
 
 _LARGE: Table = {
     "forward": {64: (128, 128, 8, 3), 96: (128, 64, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)},
@@ -29,3 +38,42 @@ def select(kernel: Kernel, head_dim: int, dtype: torch.dtype, capability: tuple[
     ``head_dim`` is the larger of D and D_v. Short sequences shrink the tiles afterwards (``fit_lengths``).
     """
     return select_from(kernel, head_dim, dtype, capability, large=_LARGE, small=_SMALL)
+
+
+# Targets, seeds and requests hold more in registers than plain pairs do. These tiles build without spills where the
+# tables' would not; at head dims up to 64 and in the forward those do too.
+_INDEXED_LIMITS: dict[tuple[Kernel, int], tuple[int, int]] = {
+    ("dkdv", 128): (32, 128),
+    ("dkdv", 256): (16, 32),
+    ("dq", 128): (128, 32),
+    ("dq", 256): (32, 32),
+}
+_REQUESTS_BLOCK_N = 64
+"""Of dkdv at head dims above 64: its accumulators live across a loop over sequences as well."""
+
+
+def select_fitting(
+    kernel: Kernel,
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    indexed: bool,
+    requests: bool = False,
+) -> TileConfig:
+    """Configuration for head dims (D, D_v) and longest sequences.
+
+    ``indexed`` kernels read more than offsets (targets, seeds, a request index); in ``requests`` a program loops over
+    the query sequences of one key sequence.
+    """
+    config = select(kernel, max(dims), dtype, capability)
+    width = power_of_two(max(dims))
+    if indexed and dtype != torch.float32 and (kernel, width) in _INDEXED_LIMITS:
+        block_m, block_n = _INDEXED_LIMITS[kernel, width]
+        if requests:
+            block_n = min(block_n, _REQUESTS_BLOCK_N)
+        config = replace(config, block_m=min(config.block_m, block_m), block_n=min(config.block_n, block_n))
+    columns = power_of_two(dims[0]) + power_of_two(dims[1]) if kernel in ("dkdv", "dqdkdv") else 0
+    return fit_lengths(config, max_seqlen_q, max_seqlen_k, columns_per_key=columns)

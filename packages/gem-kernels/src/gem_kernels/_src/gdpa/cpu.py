@@ -1,61 +1,121 @@
 """CPU kernels of GDPA: padded groups of similar length and batched matmuls.
 
-Padded keys and values are zero, so that without a window no score needs a mask: act(0) = 0.
+Padded keys and values are zero, so that without a window or targets no score needs a mask: whatever act(0) is, it
+meets a zero row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from gem_kernels._src.attention.batching import Chunk, PackedOutput, Rows, compute_dtype, plan_chunks, plan_groups
-from gem_kernels._src.attention.window import pair_mask
-from gem_kernels._src.gdpa.cpu_activation import CPU_ACTIVATIONS
+from gem_kernels._src.attention.batching import (
+    Chunk,
+    Group,
+    PackedOutput,
+    Rows,
+    compute_dtype,
+    plan_chunks,
+    plan_groups,
+)
+from gem_kernels._src.attention.pairing import Pairing
+from gem_kernels._src.attention.window import pair_mask, target_pair_mask
+from gem_kernels._src.gdpa.cpu_activation import cpu_activation
 
 
-def _zero_outside_window(x: Tensor, chunk: Chunk, left: int, right: int) -> Tensor:
-    """Zero the pairs of (n * H_kv, G * rows, keys) that the window excludes, in place."""
-    if left >= 0 or right >= 0:
+class _Sides:
+    """The query and key rows of one group, and which of their pairs are valid."""
+
+    def __init__(self, pairing: Pairing, group: Group, num_targets: Tensor | None, left: int, right: int) -> None:
+        self._window = left, right
+        self._broadcast = pairing.broadcast_q
+        self.group = group
+        sequences = group.sequences
+        keys = sequences if pairing.request_index is None else pairing.request_index.long()[sequences]
+        self.rows_q = Rows(pairing.offsets_q, group, group.len_q, group.min_q)
+        self.rows_k = Rows(pairing.offsets_k, group, group.len_k, group.min_k, sequences=keys)
+        self._history: Tensor | None = None  # (n,)
+        if num_targets is not None:
+            self._history = torch.diff(pairing.offsets_k.long())[sequences] - num_targets.long()[sequences]
+
+    def gather_q(self, q: Tensor, dtype: torch.dtype) -> Tensor:
+        """(n * H, len_q, D) fresh copy."""
+        if not self._broadcast:
+            return self.rows_q.gather(q, dtype)
+        return q.to(dtype).transpose(0, 1).repeat(self.group.sequences.numel(), 1, 1)
+
+    def add_dq(self, dq: PackedOutput, dq_g: Tensor) -> None:
+        """Write dq_g (n * H, len_q, D), or add it where all sequences share the rows."""
+        if self._broadcast:
+            seeds = dq_g.view(self.group.sequences.numel(), dq.num_heads, self.group.len_q, -1).sum(0)
+            dq.packed().add_(seeds.transpose(0, 1))
+        else:
+            self.rows_q.scatter(dq, dq_g)
+
+    def chunks(self, num_heads: int) -> list[Chunk]:
+        """Chunks that have keys."""
+        last = None if self._history is None else int(self._history.min())
+        planned = plan_chunks(self.group, num_heads, *self._window, last_position=last)
+        return [chunk for chunk in planned if chunk.k_start < chunk.k_stop]
+
+    def zero_invalid(self, x: Tensor, chunk: Chunk) -> Tensor:
+        """Zero the invalid pairs of (n * H_kv, G * rows, keys), in place."""
+        left, right = self._window
+        if left < 0 and right < 0 and self._history is None:
+            return x
         rows, keys = torch.arange(chunk.q_start, chunk.q_stop), torch.arange(chunk.k_start, chunk.k_stop)
-        outside = ~pair_mask(rows, keys, left, right)
-        x.view(-1, *outside.shape).masked_fill_(outside, 0.0)
-    return x
+        if self._history is None:
+            invalid = ~pair_mask(rows, keys, left, right)
+        else:
+            invalid = ~target_pair_mask(rows, keys, self._history, left, right)[:, None]
+        x.view(self.group.sequences.numel(), -1, *invalid.shape[-2:]).masked_fill_(invalid, 0.0)
+        return x
+
+
+def _plan(
+    pairing: Pairing, num_heads: int, num_targets: Tensor | None, left: int, right: int
+) -> Iterator[tuple[_Sides, int]]:
+    """The sides of every group, and its number of sequences."""
+    lengths_k = torch.diff(pairing.offsets_k)
+    if pairing.request_index is not None:
+        lengths_k = lengths_k[pairing.request_index.long()]
+    for group in plan_groups(torch.diff(pairing.offsets_q), lengths_k, num_heads):
+        yield _Sides(pairing, group, num_targets, left, right), group.sequences.numel()
 
 
 def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    offsets_q: Tensor,
-    offsets_k: Tensor,
+    pairing: Pairing,
     activation: str,
     pre_scale: float,
     post_scale: float,
     left: int,
     right: int,
+    num_targets: Tensor | None,
+    num_rows: int,
 ) -> Tensor:
-    """Output (T_q, H, D_v) in the dtype of q."""
+    """Output (num_rows, H, D_v) in the dtype of q."""
     dtype = compute_dtype(q.dtype)
-    act = CPU_ACTIVATIONS[activation]
+    act = cpu_activation(activation)
     heads, heads_kv, dim_v = q.shape[1], k.shape[1], v.shape[2]
     repeat = heads // heads_kv
-    out = PackedOutput(q.shape[0], heads, dim_v, q.dtype)
-    for group in plan_groups(torch.diff(offsets_q), torch.diff(offsets_k), heads):
-        n = group.sequences.numel()
-        rows_q = Rows(offsets_q, group, group.len_q, group.min_q)
-        rows_k = Rows(offsets_k, group, group.len_k, group.min_k)
-        q_g = rows_q.gather(q, dtype).mul_(pre_scale).view(n * heads_kv, repeat, group.len_q, -1)
-        k_g = rows_k.gather(k, dtype, zero_padding=True)
-        v_g = rows_k.gather(v, dtype, zero_padding=True)
-        out_g = q_g.new_zeros(n * heads_kv, repeat, group.len_q, dim_v)
-        for chunk in plan_chunks(group, heads, left, right):
-            if chunk.k_start == chunk.k_stop:
-                continue
+    out = PackedOutput(num_rows, heads, dim_v, q.dtype)
+    for sides, n in _plan(pairing, heads, num_targets, left, right):
+        len_q = sides.group.len_q
+        q_g = sides.gather_q(q, dtype).mul_(pre_scale).view(n * heads_kv, repeat, len_q, -1)
+        k_g = sides.rows_k.gather(k, dtype, zero_padding=True)
+        v_g = sides.rows_k.gather(v, dtype, zero_padding=True)
+        out_g = q_g.new_zeros(n * heads_kv, repeat, len_q, dim_v)
+        for chunk in sides.chunks(heads):
             rows, keys = slice(chunk.q_start, chunk.q_stop), slice(chunk.k_start, chunk.k_stop)
             p = act.value(torch.bmm(q_g[:, :, rows].flatten(1, 2), k_g[:, keys].transpose(1, 2)))
-            p = _zero_outside_window(p, chunk, left, right)
+            p = sides.zero_invalid(p, chunk)
             out_g[:, :, rows] = torch.bmm(p, v_g[:, keys]).view(n * heads_kv, repeat, rows.stop - rows.start, -1)
-        rows_q.scatter(out, out_g.mul_(post_scale))
+        sides.rows_q.scatter(out, out_g.mul_(post_scale))
     return out.packed()
 
 
@@ -64,44 +124,44 @@ def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    offsets_q: Tensor,
-    offsets_k: Tensor,
+    pairing: Pairing,
     activation: str,
     pre_scale: float,
     post_scale: float,
     left: int,
     right: int,
+    num_targets: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients dq, dk, dv in the dtype and shape of q, k, v."""
     dtype = compute_dtype(q.dtype)
-    act = CPU_ACTIVATIONS[activation]
+    act = cpu_activation(activation)
     heads, heads_kv = q.shape[1], k.shape[1]
     repeat = heads // heads_kv
-    dq, dk, dv = (PackedOutput.like(x) for x in (q, k, v))
-    for group in plan_groups(torch.diff(offsets_q), torch.diff(offsets_k), heads):
-        n = group.sequences.numel()
-        rows_q = Rows(offsets_q, group, group.len_q, group.min_q)
-        rows_k = Rows(offsets_k, group, group.len_k, group.min_k)
-        q_g = rows_q.gather(q, dtype).mul_(pre_scale).view(n * heads_kv, repeat, group.len_q, -1)
+    shared = pairing.request_index is not None
+    # Rows that several sequences add to are summed in the dtype of the computation.
+    dq = PackedOutput.like(q, dtype if pairing.broadcast_q else None)
+    dk, dv = (PackedOutput.like(x, dtype if shared else None) for x in (k, v))
+    for sides, n in _plan(pairing, heads, num_targets, left, right):
+        rows_q, rows_k, len_q = sides.rows_q, sides.rows_k, sides.group.len_q
+        q_g = sides.gather_q(q, dtype).mul_(pre_scale).view(n * heads_kv, repeat, len_q, -1)
         # Padded queries carry no gradient; post_scale enters once, through do.
-        do_g = rows_q.gather(do, dtype, zero_padding=True).mul_(post_scale).view(n * heads_kv, repeat, group.len_q, -1)
+        do_g = rows_q.gather(do, dtype, zero_padding=True).mul_(post_scale).view(n * heads_kv, repeat, len_q, -1)
         k_g = rows_k.gather(k, dtype, zero_padding=True)
         v_g = rows_k.gather(v, dtype, zero_padding=True)
         dq_g, dk_g, dv_g = torch.zeros_like(q_g), torch.zeros_like(k_g), torch.zeros_like(v_g)
-        for chunk in plan_chunks(group, heads, left, right):
-            if chunk.k_start == chunk.k_stop:
-                continue
+        for chunk in sides.chunks(heads):
             rows, keys = slice(chunk.q_start, chunk.q_stop), slice(chunk.k_start, chunk.k_stop)
             q_c, do_c = q_g[:, :, rows].flatten(1, 2), do_g[:, :, rows].flatten(1, 2)
             scores = torch.bmm(q_c, k_g[:, keys].transpose(1, 2))
             dp = torch.bmm(do_c, v_g[:, keys].transpose(1, 2))
-            ds = _zero_outside_window(act.gradient(dp, scores), chunk, left, right)
-            p = _zero_outside_window(act.value(scores), chunk, left, right)
+            ds = sides.zero_invalid(act.gradient(dp, scores), chunk)
+            p = sides.zero_invalid(act.value(scores), chunk)
             dv_g[:, keys] += torch.bmm(p.transpose(1, 2), do_c)
             dq_c = torch.bmm(ds, k_g[:, keys]).mul_(pre_scale)
             dq_g[:, :, rows] = dq_c.view(n * heads_kv, repeat, rows.stop - rows.start, -1)
             dk_g[:, keys] += torch.bmm(ds.transpose(1, 2), q_c)
-        rows_q.scatter(dq, dq_g)
-        rows_k.scatter(dk, dk_g)
-        rows_k.scatter(dv, dv_g)
-    return dq.packed(), dk.packed(), dv.packed()
+        sides.add_dq(dq, dq_g.view(n * heads, len_q, -1))
+        write = rows_k.scatter_add if shared else rows_k.scatter
+        write(dk, dk_g)
+        write(dv, dv_g)
+    return dq.packed().to(q.dtype), dk.packed().to(k.dtype), dv.packed().to(v.dtype)

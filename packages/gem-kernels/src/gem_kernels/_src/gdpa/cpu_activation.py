@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gem_kernels._src.gdpa.activation import registered_activation
+
 _C2, _C4, _C6 = 0.3989422804014327, -0.06649038006690545, 0.009973557010035818
 
 
@@ -55,3 +57,11 @@ CPU_ACTIVATIONS: dict[str, CpuActivation] = {
     "relu_square": CpuActivation(lambda s: F.relu(s).square_(), lambda dp, s: F.relu(s).mul_(dp).mul_(2.0)),
     "fast_gelu_taylor_approx": CpuActivation(_taylor_value, _taylor_gradient),
 }
+
+
+def cpu_activation(name: str) -> CpuActivation:
+    """The forms of a built-in or a user's activation."""
+    if name in CPU_ACTIVATIONS:
+        return CPU_ACTIVATIONS[name]
+    act = registered_activation(name)
+    return CpuActivation(act.torch_value, lambda dp, s: dp * act.torch_derivative(s))

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from gem_kernels._src.attention.flops import backward_flops, forward_flops, num_pairs
+from gem_kernels._src.attention.pairing import num_output_rows, pair_sequences
 from gem_kernels._src.gdpa import cpu
 from gem_kernels._src.validate import check_batch
 
@@ -20,7 +21,7 @@ def gdpa_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    offsets_q: Tensor,
+    offsets_q: Tensor | None,
     offsets_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
@@ -29,13 +30,26 @@ def gdpa_op(
     post_scale: float,
     window_left: int,
     window_right: int,
+    num_targets: Tensor | None,
+    request_index: Tensor | None,
     validate: bool,
 ) -> Tensor:
-    """Output (T_q, H, D_v), contiguous, in the dtype of q."""
+    """Output (T_q, H, D_v), or (B S, H, D_v) of seeds, contiguous, in the dtype of q."""
     # Imported here: Triton is absent where only the CPU kernels are used.
     from gem_kernels._src.gdpa.forward import launch_forward
 
-    check_batch(_NAME, q, k, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, read_offsets=validate)
+    check_batch(
+        _NAME,
+        q,
+        k,
+        offsets_q,
+        offsets_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        request_index=request_index,
+        num_targets=num_targets,
+        read_offsets=validate,
+    )
     return launch_forward(
         q,
         k,
@@ -49,6 +63,8 @@ def gdpa_op(
         post_scale,
         window_left,
         window_right,
+        num_targets=num_targets,
+        request_index=request_index,
     )
 
 
@@ -57,7 +73,7 @@ def _forward_cpu(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    offsets_q: Tensor,
+    offsets_q: Tensor | None,
     offsets_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
@@ -66,17 +82,60 @@ def _forward_cpu(
     post_scale: float,
     window_left: int,
     window_right: int,
+    num_targets: Tensor | None,
+    request_index: Tensor | None,
     validate: bool,
 ) -> Tensor:
-    check_batch(_NAME, q, k, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, read_offsets=True)
+    check_batch(
+        _NAME,
+        q,
+        k,
+        offsets_q,
+        offsets_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        request_index=request_index,
+        num_targets=num_targets,
+        read_offsets=True,
+    )
+    pairing = pair_sequences(q, offsets_q, offsets_k, request_index, max_seqlen_q, window_left, window_right)
+    num_rows = num_output_rows(q, offsets_q, offsets_k, request_index)
     # The matmuls inside keep their dtype although the caller may be under autocast.
     with torch.autocast("cpu", enabled=False):
-        return cpu.forward(q, k, v, offsets_q, offsets_k, activation, pre_scale, post_scale, window_left, window_right)
+        return cpu.forward(
+            q,
+            k,
+            v,
+            pairing,
+            activation,
+            pre_scale,
+            post_scale,
+            window_left,
+            window_right,
+            num_targets,
+            num_rows,
+        )
 
 
 @gdpa_op.register_fake
-def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+def _forward_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets_q: Tensor | None,
+    offsets_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    activation: str,
+    pre_scale: float,
+    post_scale: float,
+    window_left: int,
+    window_right: int,
+    num_targets: Tensor | None,
+    request_index: Tensor | None,
+    validate: bool,
+) -> Tensor:
+    return q.new_empty(num_output_rows(q, offsets_q, offsets_k, request_index), q.shape[1], v.shape[2])
 
 
 @torch.library.custom_op("gem_kernels::gdpa_backward", mutates_args=(), device_types="cuda")
@@ -85,7 +144,7 @@ def gdpa_backward_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    offsets_q: Tensor,
+    offsets_q: Tensor | None,
     offsets_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
@@ -94,6 +153,8 @@ def gdpa_backward_op(
     post_scale: float,
     window_left: int,
     window_right: int,
+    num_targets: Tensor | None,
+    request_index: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients dq, dk, dv, contiguous, in the dtypes of q, k, v; the same bits on every run."""
     from gem_kernels._src.gdpa.backward import launch_backward
@@ -112,6 +173,8 @@ def gdpa_backward_op(
         post_scale,
         window_left,
         window_right,
+        num_targets=num_targets,
+        request_index=request_index,
     )
 
 
@@ -121,7 +184,7 @@ def _backward_cpu(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    offsets_q: Tensor,
+    offsets_q: Tensor | None,
     offsets_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
@@ -130,11 +193,14 @@ def _backward_cpu(
     post_scale: float,
     window_left: int,
     window_right: int,
+    num_targets: Tensor | None,
+    request_index: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    pairing = pair_sequences(q, offsets_q, offsets_k, request_index, max_seqlen_q, window_left, window_right)
     # The matmuls inside keep their dtype although the caller may be under autocast.
     with torch.autocast("cpu", enabled=False):
         return cpu.backward(
-            do, q, k, v, offsets_q, offsets_k, activation, pre_scale, post_scale, window_left, window_right
+            do, q, k, v, pairing, activation, pre_scale, post_scale, window_left, window_right, num_targets
         )
 
 
@@ -144,13 +210,14 @@ def _backward_fake(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tupl
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    q, k, v, offsets_q, offsets_k, *ctx.scalars, _validate = inputs
-    ctx.save_for_backward(q, k, v, offsets_q, offsets_k)
+    q, k, v, offsets_q, offsets_k, *ctx.scalars, num_targets, request_index, _validate = inputs
+    ctx.save_for_backward(q, k, v, offsets_q, offsets_k, num_targets, request_index)
 
 
 def _backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
-    dq, dk, dv = gdpa_backward_op(do, *ctx.saved_tensors, *ctx.scalars)
-    return dq, dk, dv, *(None,) * 10
+    *tensors, num_targets, request_index = ctx.saved_tensors
+    dq, dk, dv = gdpa_backward_op(do, *tensors, *ctx.scalars, num_targets, request_index)
+    return dq, dk, dv, *(None,) * 12
 
 
 gdpa_op.register_autograd(_backward, setup_context=_setup_context)
@@ -161,7 +228,7 @@ def _forward_flops(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    offsets_q: Tensor,
+    offsets_q: Tensor | None,
     offsets_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
@@ -170,10 +237,14 @@ def _forward_flops(
     post_scale: float,
     window_left: int,
     window_right: int,
+    num_targets: Tensor | None,
+    request_index: Tensor | None,
     *args: Any,
     **kwargs: Any,
 ) -> int:
-    pairs = num_pairs(q, k, offsets_q, offsets_k, window_left, window_right)
+    pairs = num_pairs(
+        q, k, offsets_q, offsets_k, window_left, window_right, request_index=request_index, num_targets=num_targets
+    )
     return forward_flops(pairs, q.shape[1], q.shape[2], v.shape[2])
 
 
@@ -183,7 +254,7 @@ def _backward_flops(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    offsets_q: Tensor,
+    offsets_q: Tensor | None,
     offsets_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
@@ -192,8 +263,12 @@ def _backward_flops(
     post_scale: float,
     window_left: int,
     window_right: int,
+    num_targets: Tensor | None,
+    request_index: Tensor | None,
     *args: Any,
     **kwargs: Any,
 ) -> int:
-    pairs = num_pairs(q, k, offsets_q, offsets_k, window_left, window_right)
+    pairs = num_pairs(
+        q, k, offsets_q, offsets_k, window_left, window_right, request_index=request_index, num_targets=num_targets
+    )
     return backward_flops(pairs, q.shape[1], q.shape[2], v.shape[2])

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from gem_kernels._src.gdpa.activation import registered_activation
+
 # 2 * sqrt(2 / pi): gelu's tanh form is x * sigmoid(2u) with 2u = _TWO_U * (x + _CUBIC * x^3).
 _TWO_U = tl.constexpr(1.5957691216057308)
 _CUBIC = tl.constexpr(0.044715)
@@ -186,5 +188,15 @@ _HARDWARE: dict[str, Activation] = {
 
 
 def activation_pair(name: str, *, hardware: bool) -> Activation:
-    """The pair of ``name``; ``hardware`` allows NVIDIA instructions, which Triton's interpreter does not have."""
-    return _HARDWARE.get(name, _PORTABLE[name]) if hardware else _PORTABLE[name]
+    """The pair of ``name``, built in or a user's; ``hardware`` allows NVIDIA instructions, which no interpreter has."""
+    if hardware and name in _HARDWARE:
+        return _HARDWARE[name]
+    if name in _PORTABLE:
+        return _PORTABLE[name]
+    act = registered_activation(name)
+    if act.value is None:
+        raise ValueError(
+            f"gdpa: the activation {name!r} must have a `value` and a `derivative` for CUDA, got None; "
+            "give triton.jit functions."
+        )
+    return Activation(act.value, act.derivative)

@@ -70,3 +70,16 @@ def query_range(
     if HAS_LEFT:
         high = tl.minimum(len_q, first + ROWS + left)
     return low, split, high
+
+
+@triton.jit
+def history_length(
+    num_targets_ptr,  # (B,) or None
+    b,
+    len_k,
+):
+    """Rows of sequence b before its targets, held within [0, len_k] whatever the count says; all without targets."""
+    if num_targets_ptr is not None:
+        targets = tl.load(num_targets_ptr + b).to(tl.int32)
+        len_k = len_k - tl.minimum(tl.maximum(targets, 0), len_k)
+    return len_k
