@@ -113,7 +113,8 @@ def rank_all(rank, world_size, folder):
         refusal = str(error)
     chosen = [choose_collectives(group).name, choose_collectives(group, "default").name]
     counts = (counter.gathers, counter.scatters, counter.allocations, experts.gathers, experts.scatters)
-    return flows, gradients(net), units, counts, engines, chosen, refusal
+    bench = benchmark() if world_size == 2 else []
+    return flows, gradients(net), units, counts, engines, chosen, refusal, bench
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
@@ -145,7 +146,7 @@ def test_fully_shard_and_experts_go_through_the_engine(outcome):
 
 
 def test_the_choice_and_its_reasons(outcome):
-    for *_, engines, chosen, refusal in outcome[1]:
+    for *_, engines, chosen, refusal, _ in outcome[1]:
         assert engines["default"][0]
         assert not engines["nccl_zero_cta"][0]
         assert not engines["symm_mem_low_contention"][0]
@@ -154,15 +155,16 @@ def test_the_choice_and_its_reasons(outcome):
         assert engines["nccl_zero_cta"][1] in refusal
 
 
-def rank_bench(rank, world_size, folder):
+def benchmark():
     spec = importlib.util.spec_from_file_location("bench_collectives", BENCH)
-    bench = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bench)
-    return bench.measure([], [2**10, 2**12], 2, 16, torch.device("cpu"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.measure([], [2**10, 2**12], 2, 16, torch.device("cpu"))
 
 
-def test_the_benchmark_measures_every_operation_and_size(ranks):
-    for rows in ranks("rank_bench", 2):
+def test_the_benchmark_measures_every_operation_and_size(outcome):
+    world_size, results = outcome
+    for rows in (result[-1] for result in results if world_size == 2):
         assert [(row["op"], row["bytes"]) for row in rows] == [
             (op, size) for op in ("all_gather", "reduce_scatter") for size in (2**10, 2**12)
         ]

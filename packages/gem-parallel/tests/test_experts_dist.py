@@ -5,11 +5,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from gem_parallel import ParallelDims, ParallelPlan, parallelize
 from gem_parallel._src.collectives.base import DefaultCollectives
 from gem_parallel.experts import ExpertParallel
 
@@ -125,6 +127,9 @@ def rank_cases(rank, world_size, folder):
         counts = [len(each) for each in case.lengths]
         rows = [counts, [sum(each) for each in case.lengths], counts] if case.known else None
         found[case.id] = (run(layer, *samples(case)[rank], rows=rows), log)
+    if world_size == 2:
+        found["refusals"] = refusals(rank)
+        found["compiled"] = compiled(rank)
     return found
 
 
@@ -173,7 +178,39 @@ def test_calls_and_bytes(outcome):
             assert result[case.id][1] == [call for call in forward + backward if call[1] > 0], case.id
 
 
-def rank_fsdp(rank, world_size, folder, reduce_dtype):
+def compiled(rank):
+    """Gradients of a compiled model over two calls with other numbers of rows, and of the same model in eager mode."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(3, 3), nn.ReLU(), ExpertParallel([nn.Linear(3, 3) for _ in range(3)], dist.group.WORLD)
+    )
+    found = []
+    for forward in (torch.compile(model, backend="eager"), model):
+        model.zero_grad()
+        for rows in (2 + rank, 5 - rank):
+            x = torch.randn(rows, 3, generator=torch.Generator().manual_seed(rows))
+            forward(x).square().sum().backward()
+        found.append([parameter.grad.clone() for parameter in model.parameters()])
+    return found
+
+
+def test_compiled(outcome):
+    world_size, results = outcome
+    for result in results if world_size == 2 else []:
+        for fast, plain in zip(*result["compiled"], strict=True):
+            assert torch.equal(fast, plain)
+
+
+def rank_fsdp(rank, world_size, folder, where):
+    results = {}
+    for dtype in (None, torch.float64):
+        results[str(dtype)] = run_fsdp(rank, world_size, dtype)
+    results["wire"] = wire(rank)
+    results["saved"] = save(rank, where)
+    return results
+
+
+def run_fsdp(rank, world_size, reduce_dtype):
     """dp_shard 2 x ep 2: two groups of two ranks with different samples; FSDP of the rank's experts over dp_shard."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "ep"))
     log = []
@@ -190,13 +227,81 @@ def rank_fsdp(rank, world_size, folder, reduce_dtype):
     return out, dx, dvalues, {name: grad.full_tensor() for name, grad in grads.items()}, log
 
 
+def wire(rank):
+    """dtypes that the experts' group sees when FSDP computes in bfloat16 and the sums should be float32."""
+    mesh = ParallelDims.for_world(4, ep=2).build_mesh("cpu")
+    log = []
+    experts = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    layer = ExpertParallel(experts, mesh.ep_group, collectives=Recorder(log), reduce_dtype=torch.float32)
+    plan = ParallelPlan(shard_units=(), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    net = parallelize(nn.Sequential(nn.Linear(WIDTH, WIDTH), layer), plan, mesh)
+    out = net(torch.ones(3, WIDTH))
+    out.float().sum().backward()
+    assert all(parameter.grad.dtype == torch.float32 for parameter in net.parameters())
+    return out.dtype, log
+
+
+def saved_model(group):
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(3, 3), ExpertParallel([nn.Linear(3, 1 + each) for each in range(5)], group))
+
+
+def save(rank, where):
+    """A checkpoint of dp_shard 2 x ep 2, loaded with ep 4."""
+    mesh = ParallelDims.for_world(4, ep=2).build_mesh("cpu")
+    net = parallelize(saved_model(mesh.ep_group), ParallelPlan(shard_units=()), mesh)
+    checkpoint.save({"model": net.state_dict()}, checkpoint_id=where)
+    other = ParallelDims.for_world(4, ep=4).build_mesh("cpu")
+    again = parallelize(saved_model(other.ep_group), ParallelPlan(shard_units=()), other)
+    for parameter in again.parameters():
+        nn.init.zeros_(parameter)
+    state = {"model": again.state_dict()}
+    checkpoint.load(state, checkpoint_id=where)
+    again.load_state_dict(state["model"])
+    return {name: parameter.full_tensor().detach() for name, parameter in again.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def sharded(ranks, tmp_path_factory):
+    where = str(tmp_path_factory.mktemp("experts") / "checkpoint")
+    return where, ranks("rank_fsdp", 4, where=where)
+
+
+def test_bfloat16_on_the_wire_and_float32_sums(sharded):
+    for result in sharded[1]:
+        dtype, log = result["wire"]
+        assert dtype == torch.bfloat16
+        kinds = [(call, of) for call, _, of in log]
+        bf16, fp32 = "torch.bfloat16", "torch.float32"
+        assert kinds == [("ep AG", bf16), ("ep RS", fp32), ("ep AG", bf16), ("ep RS", fp32)]
+
+
+# Loading without a process group is meant.
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_checkpoint_loads_at_another_ep_degree_and_in_one_process(sharded):
+    where, results = sharded
+    expected = dict(saved_model(None).named_parameters())
+    seen = set()
+    for result in results:
+        seen |= set(result["saved"])
+        for name, value in result["saved"].items():
+            assert torch.equal(value, expected[name]), name
+    assert seen == set(expected)
+    net = saved_model(None)
+    for parameter in net.parameters():
+        nn.init.zeros_(parameter)
+    state = {"model": net.state_dict()}
+    checkpoint.load(state, checkpoint_id=where, no_dist=True)
+    for name, value in state["model"].items():
+        assert torch.equal(value, expected[name]), name
+
+
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float64], ids=["own", "float64"])
-def test_with_fsdp_over_dp_shard(ranks, reduce_dtype):
+def test_with_fsdp_over_dp_shard(sharded, reduce_dtype):
     case = cases(4)[3]
-    results = ranks("rank_fsdp", 4, reduce_dtype=reduce_dtype)
-    expected = run(
-        ExpertParallel(make(case.num_experts)), *[torch.cat(each) for each in zip(*samples(case), strict=True)]
-    )
+    results = [result[str(reduce_dtype)] for result in sharded[1]]
+    joined = [torch.cat(each) for each in zip(*samples(case), strict=True)]
+    expected = run(ExpertParallel(make(case.num_experts)), *joined)
     counts, tokens = [len(each) for each in case.lengths], [sum(each) for each in case.lengths]
     seen = set()
     for rank, (out, dx, dvalues, grads, log) in enumerate(results):
@@ -215,7 +320,7 @@ def test_with_fsdp_over_dp_shard(ranks, reduce_dtype):
     assert seen == set(expected[3])
 
 
-def rank_refusals(rank, world_size, folder):
+def refusals(rank):
     texts = []
     layer = ExpertParallel([nn.Linear(2, 2), nn.Linear(2, 2)], dist.group.WORLD)
     x = torch.ones(rank + 1, 2)
@@ -236,8 +341,12 @@ def rank_refusals(rank, world_size, folder):
     return texts
 
 
-def test_refusals(ranks):
-    first, second = ranks("rank_refusals", 2)
+def test_refusals(outcome):
+    world_size, results = outcome
+    if world_size != 2:
+        assert all("refusals" not in result for result in results)
+        return
+    first, second = (result["refusals"] for result in results)
     for texts, other in ((first, 1), (second, 0)):
         assert f"in whether it needs a gradient, got {other == 1} here and another on ranks [{other}]" in texts[0]
         assert "in dtype or in a dim after the first, got torch.float" in texts[1]

@@ -97,6 +97,9 @@ def rank_options(rank, world_size, folder):
                     module.register_forward_pre_hook(lambda *_, name=name, log=log: log.append(f"forward {name}"))
         net(inputs(rank, 0)).square().sum().backward()
         found[case.id] = (gradients(net), log)
+    for ranks, dp_replicate, ep in ACCUMULATIONS:
+        if ranks == world_size:
+            found[dp_replicate, ep] = accumulate(rank, world_size, dp_replicate, ep)
     return found
 
 
@@ -169,7 +172,11 @@ def test_backward_prefetch_gathers_in_reverse_order(outcome):
             assert backward == [f"gather blocks.{index}" for index in reversed(range(NUM_BLOCKS))], case
 
 
-def rank_accumulate(rank, world_size, folder, dp_replicate, ep):
+ACCUMULATIONS = [(2, 2, 1), (4, 2, 1), (4, 2, 2), (2, 1, 1)]
+"""world size, dp_replicate, ep"""
+
+
+def accumulate(rank, world_size, dp_replicate, ep):
     mesh = ParallelDims.for_world(world_size, dp_replicate=dp_replicate, ep=ep).build_mesh("cpu")
     net = parallelize(Net(mesh.ep_group), ParallelPlan(shard_units=UNITS), mesh)
     calls = []
@@ -196,11 +203,13 @@ def rank_accumulate(rank, world_size, folder, dp_replicate, ep):
     return deferred, gradients(net), counts, len(calls) - counts[-1], units
 
 
-@pytest.mark.parametrize(("world_size", "dp_replicate", "ep"), [(2, 2, 1), (4, 2, 1), (4, 2, 2), (2, 1, 1)])
-def test_deferred_all_reduce(ranks, world_size, dp_replicate, ep):
+def test_deferred_all_reduce(outcome):
+    world_size, results = outcome
     expected = one_process(world_size, num_micro=3)
-    for deferred, each_time, counts, without, units in ranks(
-        "rank_accumulate", world_size, dp_replicate=dp_replicate, ep=ep
+    found = {key: [result[key] for result in results] for key in results[0] if isinstance(key, tuple)}
+    assert len(found) == 2
+    for dp_replicate, deferred, each_time, counts, without, units in (
+        (key[0], *result) for key, per_rank in found.items() for result in per_rank
     ):
         close(deferred, expected)
         close(each_time, expected)

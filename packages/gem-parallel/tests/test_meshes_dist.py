@@ -153,6 +153,8 @@ def rank_meshes(rank, world_size, folder):
         counts = (dense, len(calls) - dense)
         calls.clear()
         found[case.id] += (counts,)
+    if world_size == 2:
+        found["refusals"] = refusals(world_size)
     return found
 
 
@@ -209,7 +211,7 @@ def test_all_ranks_have_the_same_norm(outcome, case):
     assert all(each == results[0] for each in results)
 
 
-def rank_refusals(rank, world_size, folder):
+def refusals(world_size):
     mesh = ParallelDims.for_world(world_size, ep=2).build_mesh("cpu")
     flat = ParallelDims.for_world(world_size).build_mesh("cpu")
     texts = []
@@ -223,7 +225,7 @@ def rank_refusals(rank, world_size, folder):
     return texts
 
 
-def test_refusals(ranks):
-    for degree, reshard in ranks("rank_refusals", 2):
+def test_refusals(outcome):
+    for degree, reshard in (result["refusals"] for result in outcome(2)):
         assert "got ep 1 and 2 in first; build the layer with mesh.ep_group" in degree
         assert "must divide the 2 ranks of a shard group and be fewer, got 2" in reshard

@@ -111,11 +111,14 @@ class _Scatter(torch.autograd.Function):
         return (None, exchange.gather(grad, exchange.counts[0]), *[None] * ctx.num_gathered)
 
 
+# torch.compile stops here and goes on with the experts: numbers of rows differ from call to call.
+@torch.compiler.disable
 def gather_rows(exchange: Exchange, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """All ranks' rows of each input, in rank order."""
     return _Gather.apply(exchange, *inputs)
 
 
+@torch.compiler.disable
 def scatter_rows(exchange: Exchange, partial: Tensor, gathered: Sequence[Tensor]) -> Tensor:
     """This rank's rows of the sum of all ranks' ``partial``, whose rows are those of the first input."""
     return _Scatter.apply(exchange, partial, *gathered)

@@ -24,6 +24,7 @@ def is_expert_parameter(parameter: Tensor) -> bool:
     return getattr(parameter, _MARK, False)
 
 
+@torch.compiler.disable
 def mark_expert_parameters(module: nn.Module) -> None:
     """Let ``is_expert_parameter`` know the module's parameters, as they are now."""
     for parameter in module.parameters():
@@ -162,6 +163,7 @@ class ExpertParallel(nn.Module):
             )
         return counts
 
+    @torch.compiler.disable
     def _exchange_rows(self, inputs: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
         """Per input the rows of every rank; also finds inputs that would make the exchange hang or mix up bytes."""
         assert self._group is not None

@@ -143,7 +143,8 @@ def parallelize(
         module: Parameters on the mesh's device type, or on meta.
         plan: Units and dtypes.
         mesh: From ``ParallelDims.build_mesh``.
-        collectives: Engine that gathers parameters and reduces gradients; default: the groups' backend.
+        collectives: Engine that gathers parameters and reduces gradients, fit for every group that shards them;
+            default: the groups' backend.
 
     Returns:
         ``module``, now also an FSDPModule.
