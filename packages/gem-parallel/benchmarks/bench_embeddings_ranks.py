@@ -37,6 +37,7 @@ class Layout:
     replicas: int = 1
     placement: str = "row_wise"
     wire_dtype: torch.dtype = torch.float32
+    gather: str = "tables"
 
 
 def layouts(world_size: int) -> list[Layout]:
@@ -46,6 +47,7 @@ def layouts(world_size: int) -> list[Layout]:
     replicas = 2
     while world_size % replicas == 0 and replicas <= world_size:
         found.append(Layout(name=f"rows, {replicas} copies", replicas=replicas))
+        found.append(Layout(name=f"rows, {replicas} copies by row", replicas=replicas, gather="rows"))
         replicas *= 2
     return found
 
@@ -99,6 +101,7 @@ def make_step(layout: Layout, batch: int, device: torch.device) -> Callable[[], 
         mesh=dims.build_mesh(device.type).sparse,
         device=device,
         wire_dtype=layout.wire_dtype,
+        gather=layout.gather,
     )
     ids = make_ids(dist.get_rank(), batch, device)
 
@@ -171,12 +174,12 @@ def main() -> None:
         for row in rows:
             print(json.dumps({**row, "ratio": row["ms"]["total"]["median"] / base}))
         print(
-            f"\n{'layout':<22}{'exchange':>10}{'lookup':>10}{'backward':>10}{'total ms':>10}{'MB sent':>9}{'ratio':>7}"
+            f"\n{'layout':<24}{'exchange':>10}{'lookup':>10}{'backward':>10}{'total ms':>10}{'MB sent':>9}{'ratio':>7}"
         )
         for row in rows:
             medians = [row["ms"][part]["median"] for part in ("exchange", "lookup", "backward", "total")]
             text = "".join(f"{value:>10.2f}" for value in medians)
-            print(f"{row['layout']:<22}{text}{row['bytes_sent'] / 1e6:>9.1f}{medians[3] / base:>7.2f}")
+            print(f"{row['layout']:<24}{text}{row['bytes_sent'] / 1e6:>9.1f}{medians[3] / base:>7.2f}")
     dist.destroy_process_group()
 
 

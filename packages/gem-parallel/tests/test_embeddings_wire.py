@@ -108,10 +108,13 @@ def counted_batch(rank):
 
 def rank_counts(rank, world_size, folder):
     found = {}
-    for replicas in (1, 2):
-        mesh = ParallelDims.for_world(world_size, sparse_replicate=replicas).build_mesh("cpu").sparse
+    meshes = {
+        replicas: ParallelDims.for_world(world_size, sparse_replicate=replicas).build_mesh("cpu").sparse
+        for replicas in (1, 2)
+    }
+    for replicas, gather in ((1, "tables"), (2, "tables"), (2, "rows")):
         for dtype in BOUNDS:
-            module = make_counted(mesh, wire_dtype=dtype)
+            module = make_counted(meshes[replicas], wire_dtype=dtype, gather=gather)
             phases = []
             with Recorder() as recorder:
                 pending = module.exchange(counted_batch(rank))
@@ -123,7 +126,8 @@ def rank_counts(rank, world_size, folder):
                 sum(each.sum() for each in outputs.values()).backward()
                 phases.append(recorder.calls.copy())
             received = [int(request.rows.numel()) for request in pending.requests]
-            found[replicas, dtype] = (phases, received)
+            asked = [sum(way.counts) for way in (each.replicas for each in pending.requests) if way is not None]
+            found[replicas, gather, dtype] = (phases, received, asked)
     return found
 
 
@@ -138,7 +142,7 @@ def test_collectives_of_one_copy(counts, dtype):
     """Per step 1 + 3 per sharded group; ids 8 bytes, rows and gradients at the wire's width, once per distinct id."""
     # groups: rows (dim 16), copy (replicated), columns (4 parts of 4 columns)
     for result in counts:
-        (exchange, lookup, backward), (num_rows, _, num_columns) = result[1, dtype]
+        (exchange, lookup, backward), (num_rows, _, num_columns), _ = result[1, "tables", dtype]
         tables = 1 + 4
         assert exchange == [
             ("all_to_all_single", 4 * (6 + tables) * 8),
@@ -154,7 +158,7 @@ def test_collectives_of_one_copy(counts, dtype):
             ("all_reduce", 6 * 17 * 4),
             ("all_to_all_single", 4 * 4 * bytes_per_row(4, dtype)),
         ]
-    assert sum(result[1, dtype][1][0] for result in counts) == 4 * 8
+    assert sum(result[1, "tables", dtype][1][0] for result in counts) == 4 * 8
 
 
 @pytest.mark.dist
@@ -162,7 +166,7 @@ def test_collectives_of_one_copy(counts, dtype):
 def test_collectives_of_two_copies(counts, dtype):
     """A second exchange of counts; per sharded group one gather of a slice, ids and gradients once more."""
     for result in counts:
-        (exchange, lookup, backward), (num_rows, _, num_columns) = result[2, dtype]
+        (exchange, lookup, backward), (num_rows, _, num_columns), _ = result[2, "tables", dtype]
         # columns: 2 parts of 8 columns, on 2 ranks; counts per table and slice
         tables = 1 + 2
         assert exchange == [
@@ -173,10 +177,10 @@ def test_collectives_of_two_copies(counts, dtype):
         ]
         assert lookup == [
             ("all_gather_into_tensor", 10 * 16 * 4),
-            ("all_gather_into_tensor", 6 * 8 * 4),
             ("all_to_all_single", num_rows * 8),
-            ("all_to_all_single", num_rows * bytes_per_row(16, dtype)),
+            ("all_gather_into_tensor", 6 * 8 * 4),
             ("all_to_all_single", num_columns * 8),
+            ("all_to_all_single", num_rows * bytes_per_row(16, dtype)),
             ("all_to_all_single", num_columns * bytes_per_row(8, dtype)),
         ]
         assert backward == [
@@ -184,6 +188,24 @@ def test_collectives_of_two_copies(counts, dtype):
             ("all_reduce", 6 * 17 * 4),
             ("all_to_all_single", 2 * 4 * bytes_per_row(8, dtype)),
             ("all_to_all_single", num_rows * bytes_per_row(16, dtype)),
+            ("all_to_all_single", num_columns * bytes_per_row(8, dtype)),
+        ]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_collectives_of_two_copies_that_gather_rows(counts, dtype):
+    """Rows in place of tables between the copies; all else as with tables."""
+    for result in counts:
+        (exchange, lookup, backward), (num_rows, _, num_columns), asked = result[2, "rows", dtype]
+        tables = result[2, "tables", dtype][0]
+        assert (exchange, backward) == (tables[0], tables[2])
+        assert lookup == [
+            ("all_to_all_single", num_rows * 8),
+            ("all_to_all_single", num_columns * 8),
+            ("all_to_all_single", asked[0] * bytes_per_row(16, dtype)),
+            ("all_to_all_single", num_rows * bytes_per_row(16, dtype)),
+            ("all_to_all_single", asked[1] * bytes_per_row(8, dtype)),
             ("all_to_all_single", num_columns * bytes_per_row(8, dtype)),
         ]
 
@@ -199,6 +221,12 @@ def rank_modes(rank, world_size, folder):
     found = {}
     plain = make(CASE, mesh)
     found["plain"] = [train_step(plain, CASE, batch) for batch in batches], full_state(plain)
+    asking = make(CASE, mesh, gather="rows")
+    found["rows"] = [train_step(asking, CASE, batch) for batch in batches], full_state(asking)
+    with torch.no_grad():
+        # evaluation asks, too
+        looked = [module.lookup(module.exchange(ids[0])) for module in (plain, asking)]
+    assert all(torch.equal(value, looked[1][name]) for name, value in looked[0].items())
     early = make(CASE, mesh)
     outputs, pending = [], early.exchange(ids[0])
     for at, batch in enumerate(batches):
@@ -236,11 +264,12 @@ def modes(ranks):
 
 
 @pytest.mark.dist
-def test_early_start_changes_nothing(modes):
+@pytest.mark.parametrize("mode", ["early", "rows"])
+def test_early_start_and_gathering_rows_change_nothing(modes, mode):
     for found, _ in modes:
-        for one, other in zip(found["plain"][0], found["early"][0], strict=True):
+        for one, other in zip(found["plain"][0], found[mode][0], strict=True):
             assert all(torch.equal(one[name], other[name]) for name in one)
-        assert all(torch.equal(value, found["early"][1][key]) for key, value in found["plain"][1].items())
+        assert all(torch.equal(value, found[mode][1][key]) for key, value in found["plain"][1].items())
 
 
 @pytest.mark.dist
@@ -274,6 +303,13 @@ def test_gathered_tables_are_released_or_kept(modes):
         for one, other in zip(looked, kept_looked, strict=True):
             for name, value in one.items():
                 compare(value.detach(), other[name].detach(), True, name)
+
+
+def test_gather_is_checked():
+    with pytest.raises(ValueError, match="`gather` must be one of tables, rows, got 'all'"):
+        make_counted(None, gather="all")
+    with pytest.raises(ValueError, match="`keep_gathered` must be False with gather='rows'"):
+        make_counted(None, gather="rows", keep_gathered=True)
 
 
 def test_wire_dtype_is_checked():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gem_parallel._src.embeddings.config import SparseOptimizerConfig
+from gem_parallel._src.embeddings.config import Gather, SparseOptimizerConfig
 from gem_parallel._src.embeddings.engine import Engine, FbgemmEngine
 from gem_parallel._src.embeddings.gathered import GatheredTables
 from gem_parallel._src.embeddings.grid import Grid
@@ -26,6 +26,7 @@ class Storage:
     optimizer: SparseOptimizerConfig
     weight_dtype: torch.dtype
     wire_dtype: torch.dtype
+    gather: Gather
     keep_gathered: bool
     device: torch.device
     seed: int
@@ -73,7 +74,7 @@ def make_store(group: Group, engines: Sequence[Engine], grid: Grid | None, stora
     if grid is None or (grid.copies is None and not group.joint):
         return FusedStore(group, engines, storage.device)
     gathered = None
-    if grid.copies is not None:
+    if grid.copies is not None and storage.gather == "tables":
         gathered = GatheredTables(
             slices=[weight for engine in engines for weight in engine.weights()],
             bases=slice_bases(group, grid.shard_rank),

@@ -7,11 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-__all__ = ["FeatureConfig", "IdPolicy", "Placement", "Pooling", "SparseOptimizerConfig", "TableConfig", "check_configs"]
+__all__ = [
+    "FeatureConfig",
+    "Gather",
+    "IdPolicy",
+    "Placement",
+    "Pooling",
+    "SparseOptimizerConfig",
+    "TableConfig",
+    "check_configs",
+]
 
 Placement = Literal["auto", "table_wise", "row_wise", "column_wise", "replicated"]
 Pooling = Literal["sum", "mean", "none"]
 OptimizerKind = Literal["rowwise_adagrad", "adagrad", "adam", "sgd"]
+Gather = Literal["tables", "rows"]
 IdPolicy = Literal["error", "drop", "clamp"]
 
 MAX_DIM = 1024

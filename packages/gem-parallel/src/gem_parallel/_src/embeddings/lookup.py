@@ -66,14 +66,15 @@ def start_flights(
     wire_dtype: torch.dtype,
 ) -> list[Flight]:
     """Read rows and start sending them; ``step`` is None where nothing will be updated."""
-    for store in stores:
-        if isinstance(store, ShardedStore):
-            store.begin()
+    begun = [
+        store.begin(request, training=step is not None) if isinstance(store, ShardedStore) else None
+        for request, store in zip(requests, stores, strict=True)
+    ]
     flights = []
     for index, (request, store) in enumerate(zip(requests, stores, strict=True)):
         blocks: list[RowBlock] = []
         rows: list[Tensor] = []
-        found = slice_ids = transfer = None
+        found = transfer = None
         if isinstance(store, FusedStore):
             for block, block_rows in store.read(index, request, step):
                 blocks.append(block)
@@ -84,9 +85,7 @@ def start_flights(
                     found = torch.empty_like(found).index_copy_(0, request.route.by_table, found)
         else:
             with torch.no_grad():
-                if isinstance(store, ShardedStore) and step is not None:
-                    slice_ids = store.send_ids(request)
-                found = store.read(request)
+                found = store.read(request, begun[index]) if isinstance(store, ShardedStore) else store.read(request)
         if request.route is not None:
             assert grid is not None
             assert found is not None
@@ -109,7 +108,7 @@ def start_flights(
                 rows=rows,
                 transfer=transfer,
                 found=found,
-                slice_ids=slice_ids,
+                slice_ids=begun[index],
             )
         )
     return flights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from gem_parallel._src.embeddings import build
 from gem_parallel._src.embeddings.build import Storage, make_engines, make_store
 from gem_parallel._src.embeddings.config import (
     FeatureConfig,
+    Gather,
     IdPolicy,
     SparseOptimizerConfig,
     TableConfig,
@@ -68,6 +69,9 @@ class ShardedEmbeddings(nn.Module):
             travel between ranks. float16 and float8_e4m3fn rows carry a power of two each, so that none overflows or
             vanishes. Sums and updates are float32. Rows that a rank asks of itself are rounded, too; replicated
             tables and the gather of slices are not.
+        gather: What a lookup fetches from the slices of the other copies. tables: all rows of the owner's tables, whose
+            bytes do not depend on the batch; rows: those of the batch, with no copy of a table in memory, for large
+            tables of which a batch names few rows.
         keep_gathered: With replicas, keep the gathered tables from one lookup to the next update. By default they are
             freed after each lookup; an update needs no gathered copy.
         timeout_s: Longest that the host waits for the other ranks in one transfer, seconds; None is the process
@@ -90,6 +94,7 @@ class ShardedEmbeddings(nn.Module):
         weight_dtype: torch.dtype = torch.float32,
         id_policy: IdPolicy = "error",
         wire_dtype: torch.dtype = torch.float32,
+        gather: Gather = "tables",
         keep_gathered: bool = False,
         timeout_s: float | None = None,
     ) -> None:
@@ -104,6 +109,11 @@ class ShardedEmbeddings(nn.Module):
         if wire_dtype not in WIRE_DTYPES:
             raise ValueError(
                 f"ShardedEmbeddings: `wire_dtype` must be one of {', '.join(map(str, WIRE_DTYPES))}, got {wire_dtype}"
+            )
+        check_choice("ShardedEmbeddings", "gather", gather, get_args(Gather))
+        if keep_gathered and gather == "rows":
+            raise ValueError(
+                "ShardedEmbeddings: `keep_gathered` must be False with gather='rows', which gathers no tables, got True"
             )
         if timeout_s is not None and not timeout_s > 0:
             raise ValueError(f"ShardedEmbeddings: `timeout_s` must be above 0, got {timeout_s}")
@@ -126,6 +136,7 @@ class ShardedEmbeddings(nn.Module):
             optimizer=optimizer,
             weight_dtype=weight_dtype,
             wire_dtype=wire_dtype,
+            gather=gather,
             keep_gathered=keep_gathered,
             device=self.device,
             seed=seed,

@@ -77,25 +77,27 @@ class FusedStore:
         return found
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class SliceIds:
-    """Positions of the rows whose gradients the replicas will send, on their way."""
+    """Positions of the rows that the replicas ask for or send gradients of, on their way."""
 
     arriving: Tensor
-    sent: Tensor
+    sent: Tensor | None
     work: Transfer
 
     def wait(self) -> Tensor:
         """(K,) int64 positions in the gathered tables, as the replicas sent them."""
-        self.work.wait()
+        if self.sent is not None:
+            self.work.wait()
+            self.sent = None
         return self.arriving
 
 
 class ShardedStore:
     """Rows that several ranks must agree on: slices of replicas, or column shards with one moment per row.
 
-    With replicas each rank keeps a slice of what its owner's part of the tables is. Reading gathers the slices.
-    Gradients go, row by row, to the rank that keeps the row, which adds those of all replicas in order of rank and
+    With replicas each rank keeps a slice of what its owner's part of the tables is. Reading gathers the slices, or the
+    rows asked for if there is no ``gathered``. Gradients go, row by row, to the rank that keeps the row, which adds those of all replicas in order of rank and
     updates once with its own moments: the same sums, squares and steps as with one copy of the tables, so no moment
     has to be scaled by the number of replicas and neither weights nor moments are averaged.
     """
@@ -110,7 +112,7 @@ class ShardedStore:
         gathered: GatheredTables | None,
         wire_dtype: torch.dtype,
     ) -> None:
-        assert (gathered is None) == (grid.num_replicas == 1)
+        assert gathered is None or grid.copies is not None
         self.engines = engines
         self.gathered = gathered
         self._group, self._grid, self._device = group, grid, device
@@ -124,28 +126,52 @@ class ShardedStore:
             for rank in range(grid.num_shards)
         ]
 
-    def begin(self) -> None:
-        """Start what ``read`` waits for."""
+    def begin(self, request: GroupRequest, *, training: bool) -> SliceIds | None:
+        """Start what ``read`` and ``update`` wait for."""
         if self.gathered is not None:
             self.gathered.begin()
+        return self.send_ids(request) if training or self.gathered is None else None
 
-    def read(self, request: GroupRequest) -> Tensor:
-        """(N, dim) float32 rows as they were asked for, by (source, table)."""
+    def read(self, request: GroupRequest, slice_ids: SliceIds | None) -> Tensor:
+        """(N, dim) float32 rows as they were asked for, by (source, table).
+
+        Args:
+            request: The batch.
+            slice_ids: What ``send_ids`` gave; needed where rows, not tables, are gathered.
+        """
         if self.gathered is not None:
             rows = self.gathered.read(request.rows)
             self.gathered.done()
             return rows
-        route = request.route
+        route, way = request.route, request.replicas
         assert route is not None
-        ids = request.rows if route.by_table is None else request.rows.index_select(0, route.by_table)
+        if way is None:
+            return self._held_rows(request.rows, request.counts, route.by_table, None)
+        assert slice_ids is not None
+        assert self._grid.copies is not None
+        asked = RowTransfer(
+            self._held_rows(slice_ids.wait(), way.counts, way.from_slices, way),
+            send_splits=way.receive_splits,
+            receive_splits=way.send_splits,
+            link=self._grid.copies,
+            wire_dtype=self._wire_dtype,
+            what="lookup: the exchange of rows between copies",
+        ).wait()
+        return asked if way.to_slices is None else torch.empty_like(asked).index_copy_(0, way.to_slices, asked)
+
+    def _held_rows(self, ids: Tensor, counts: Sequence[int], order: Tensor | None, way: ReplicaRoute | None) -> Tensor:
+        """Rows that this rank holds, in the order of ``ids``, which ``order`` brings into order of table."""
+        ids = ids if order is None else ids.index_select(0, order)
+        if way is not None:
+            ids = self._rows_of_slice(ids, way)
         parts = [torch.zeros(0, self._group.dim, device=self._device)]
-        for engine, _, part, counts in self._by_engine(ids, request.counts):
-            parts.append(engine.lookup(part, counts, None, None))
+        for engine, _, part, each in self._by_engine(ids, counts):
+            parts.append(engine.lookup(part, each, None, None))
         rows = torch.cat(parts)
-        return rows if route.by_table is None else torch.empty_like(rows).index_copy_(0, route.by_table, rows)
+        return rows if order is None else torch.empty_like(rows).index_copy_(0, order, rows)
 
     def send_ids(self, request: GroupRequest) -> SliceIds | None:
-        """Tell the replicas which rows of their slices gradients will come for."""
+        """Tell the replicas which rows of their slices are asked for, and gradients will come for."""
         way = request.replicas
         if way is None:
             return None
