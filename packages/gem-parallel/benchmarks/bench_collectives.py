@@ -1,7 +1,7 @@
 """Engines of collectives: bandwidth by size, and what a matmul beside them loses; JSON lines, then a table.
 
     torchrun --nproc-per-node N benchmarks/bench_collectives.py [--engine NAME ...] [--mib 1 16 256] [--steps 20]
-    [--matmul 8192]
+    [--matmul 4096]
 
 On CUDA with NCCL, one GPU per rank; without CUDA a smoke test on gloo with tiny sizes. `default` is always measured and
 the others in the same run, interleaved; symmetric memory allows one of the two other engines per process, so run twice.
@@ -9,7 +9,8 @@ the others in the same run, interleaved; symmetric memory allows one of the two 
 Each row is one (operation, engine, size): size is that of the whole tensor, output of an all-gather or input of a
 reduce-scatter. Milliseconds are the median and 20th / 80th percentile over steps, of the slowest rank for the median;
 GB/s is size * (ranks - 1) / ranks / time, what a rank must receive. `slowdown` is the time of the bf16 matmuls while
-the collective runs again and again on another stream, over their time alone: 1.0 is a collective that takes no SM.
+the collective runs again and again on another stream, over their time alone: 1.0 is a collective that takes no SM;
+`ms_beside` is what one of those collectives takes.
 NVLink multicast is off unless NCCL_NVLS_ENABLE and TORCH_SYMM_MEM_DISABLE_MULTICAST say otherwise.
 """
 
@@ -31,7 +32,8 @@ import torch.distributed as dist
 from gem_parallel.collectives import Collectives, choose_collectives, group_status, zero_cta_options
 
 ENGINES = ("default", "nccl_zero_cta", "symm_mem_low_contention")
-NUM_MATMULS = 8
+NUM_ROUNDS = 40
+"""About how many collectives run beside the matmuls."""
 
 
 class Clock:
@@ -68,24 +70,33 @@ def make_call(
     return lambda async_op: engine.reduce_scatter(output, tensor, group, async_op=async_op)
 
 
-def beside(call: Callable[[bool], Any], matmuls: Callable[[], None], alone: float, each: float, clock: Clock) -> float:
-    """Milliseconds of the matmuls while the collective runs over and over."""
-    rounds = math.ceil(1.5 * alone / max(each, 1e-3)) + 1
+def beside(call: Callable[[bool], Any], matmuls: Callable[[], None], rounds: int, clock: Clock) -> tuple[float, float]:
+    """Milliseconds of the matmuls while collectives run all the time, and of one collective meanwhile."""
     if not clock.cuda:
+        start = time.perf_counter()
         works = [call(True) for _ in range(min(rounds, 4))]
         found = clock.ms(matmuls)
         for work in works:
             work.wait()
-        return found
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
+        return found, (time.perf_counter() - start) * 1e3 / len(works)
+    side, main = torch.cuda.Stream(), torch.cuda.current_stream()
+    # Both streams start when the host has queued everything: it may need longer for a small collective than the GPU.
+    torch.cuda.synchronize()
+    host = time.perf_counter()
+    call(False)
+    host = time.perf_counter() - host
+    torch.cuda._sleep(int(2e9 * (2 * rounds * host + 1e-3)))
+    gate = main.record_event()
+    side.wait_event(gate)
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with torch.cuda.stream(side):
+        first.record()
         for _ in range(rounds):
             call(False)
+        last.record()
     found = clock.ms(matmuls)
-    torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
-    return found
+    return found, first.elapsed_time(last) / rounds
 
 
 def spread(samples: list[float]) -> dict[str, float]:
@@ -118,35 +129,37 @@ def measure(
     engines = {name: choose_collectives(group, name) for name, group in groups.items()}
     left, right = (torch.randn(matmul, matmul, dtype=torch.bfloat16, device=device) for _ in range(2))
 
-    def matmuls() -> None:
-        for _ in range(NUM_MATMULS):
+    def matmuls(count: int) -> None:
+        for _ in range(count):
             torch.mm(left, right)
 
+    for _ in range(3):
+        one = slowest(clock.ms(lambda: matmuls(1)), device)
     ranks, rows = dist.get_world_size(), []
     for op in ("all_gather", "reduce_scatter"):
         for size in sizes:
             calls = {name: make_call(op, engine, groups[name], size, device) for name, engine in engines.items()}
             times: dict[str, list[float]] = {name: [] for name in calls}
-            alone: list[float] = []
-            together: dict[str, list[float]] = {name: [] for name in calls}
             for step in range(steps + 3):
                 for name, call in calls.items():
                     dist.barrier()
                     found = clock.ms(lambda call=call: call(False))
                     if step >= 3:
                         times[name].append(found)
-            for step in range(max(steps // 4, 2) + 1):
-                dist.barrier()
-                found = clock.ms(matmuls)
-                base = slowest(found, device)
-                if step:
-                    alone.append(found)
-                for name, call in calls.items():
-                    # The same number of rounds on every rank.
-                    each = slowest(statistics.median(times[name]), device)
+            alone: dict[str, list[float]] = {name: [] for name in calls}
+            together: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+            for name, call in calls.items():
+                # From the slowest rank, so that all ranks do the same number of each.
+                each = slowest(statistics.median(times[name]), device)
+                count = min(max(round(NUM_ROUNDS * each / one), 1), 1000)
+                rounds = math.ceil(1.5 * count * one / each) + 1
+                for step in range(max(steps // 4, 2) + 1):
                     dist.barrier()
-                    found = beside(call, matmuls, base, each, clock)
+                    base = clock.ms(lambda count=count: matmuls(count))
+                    dist.barrier()
+                    found = beside(call, lambda count=count: matmuls(count), rounds, clock)
                     if step:
+                        alone[name].append(base)
                         together[name].append(found)
             for name in calls:
                 ms = spread(times[name])
@@ -160,8 +173,10 @@ def measure(
                         "ms": ms,
                         "gb_per_s": size * (ranks - 1) / ranks / ms["median"] / 1e6,
                         "matmul": matmul,
-                        "matmul_ms": statistics.median(alone),
-                        "slowdown": statistics.median(together[name]) / statistics.median(alone),
+                        "matmul_ms": statistics.median(alone[name]),
+                        "slowdown": statistics.median(found for found, _ in together[name])
+                        / statistics.median(alone[name]),
+                        "ms_beside": statistics.median(each for _, each in together[name]),
                     }
                 )
     return rows
@@ -173,7 +188,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=ENGINES[1:], action="append", default=[], help="besides the default")
     parser.add_argument("--mib", type=float, nargs="+", default=[1, 16, 256] if cuda else [0.01, 0.1])
     parser.add_argument("--steps", type=int, default=20 if cuda else 4)
-    parser.add_argument("--matmul", type=int, default=8192 if cuda else 128)
+    parser.add_argument("--matmul", type=int, default=4096 if cuda else 128)
     options = parser.parse_args()
     if len(options.engine) > 1:
         parser.error("symmetric memory serves one engine per process; give --engine once and run again")

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from gem_parallel import ExpertParallel, ParallelDims, ParallelPlan, parallelize
+from gem_parallel import ExpertParallel, ParallelDims, ParallelPlan, grad_norm, parallelize
 from gem_parallel._src.collectives.low_contention import pull, push
 from gem_parallel.collectives import DefaultCollectives, choose_collectives, group_status
 
@@ -172,3 +172,47 @@ def test_the_benchmark_measures_every_operation_and_size(outcome):
             assert row["engine"] == "default"
             assert row["gb_per_s"] == pytest.approx(row["bytes"] / 2 / row["ms"]["median"] / 1e6)
             assert row["slowdown"] > 0
+
+
+# On CUDA: as many ranks as GPUs, at most 4; with an even number the experts are spread over pairs.
+
+
+def rank_train_cuda(rank, world_size, folder, engine):
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    # The engine asks for it; a group that another engine uses is none the worse.
+    monkey = pytest.MonkeyPatch()
+    monkey.setenv("NCCL_CTA_POLICY", "2" if engine == "nccl_zero_cta" else "0")
+    mesh = ParallelDims.for_world(world_size, ep=2 if world_size % 2 == 0 else 1).build_mesh("cuda")
+    collectives = choose_collectives(mesh.shared[(mesh.shared.mesh_dim_names or ())[1]].get_group(), engine)
+    net = Net(mesh.ep_group, collectives).to(device)
+    net = parallelize(
+        net, ParallelPlan(shard_units=("block", "head"), forward_prefetch=1), mesh, collectives=collectives
+    )
+    norms = []
+    for _ in range(2):
+        net(inputs(rank).to(device)).sum().backward()
+        norms.append(float(grad_norm(net.parameters(), mesh)))
+    monkey.undo()
+    return {name: gradient.cpu() for name, gradient in gradients(net).items()}, norms
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["default", "nccl_zero_cta", "symm_mem_low_contention"])
+def test_training_through_engines_on_cuda(ranks, engine):
+    world_size = min(torch.cuda.device_count(), 4)
+    results = ranks("rank_train_cuda", world_size, backend="nccl", engine=engine)
+    net = Net()
+    norms = []
+    for _ in range(2):
+        for rank in range(world_size):
+            net(inputs(rank)).sum().backward()
+        norms.append(float(grad_norm(net.parameters())))
+    expected, seen = gradients(net), set()
+    for found, found_norms in results:
+        assert found_norms == pytest.approx(norms, rel=1e-5)
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+        seen |= set(found)
+    assert seen == set(expected)
