@@ -437,81 +437,37 @@ def test_flop_formula_of_fake_tensors_uses_average_lengths():
 
 BASE = make_inputs(Case(id="b", lengths_k=(3, 2), num_targets=(1, 0)))
 INDEX = torch.tensor([0, 1])
+NO_KEYS = {"k": BASE.k[:0], "v": BASE.v[:0], "offsets_k": torch.tensor([0])}
+FEWER_KEYS = {"k": BASE.k[:4], "v": BASE.v[:4], "offsets_k": torch.tensor([0, 2, 4])}
+
+
+def targets(index):
+    return {"num_targets": index}
+
+
+def requests(index):
+    return {"num_targets": None, "request_index": index}
+
+
 BAD = [
-    ("targets-type", {"num_targets": [1, 0]}, TypeError, ["num_targets", "(B,)", "list"]),
-    ("targets-dtype", {"num_targets": torch.tensor([1.0, 0.0])}, TypeError, ["num_targets", "int64", "float32"]),
-    ("targets-count", {"num_targets": torch.tensor([1])}, ValueError, ["num_targets", "(B,) = (2,)", "(1,)"]),
-    ("targets-rank", {"num_targets": INDEX[None]}, ValueError, ["num_targets", "(B,)", "(1, 2)"]),
-    ("targets-negative", {"num_targets": torch.tensor([0, -1])}, ValueError, ["num_targets", "0", "sequence 1", "-1"]),
-    ("targets-many", {"num_targets": torch.tensor([4, 0])}, ValueError, ["num_targets", "3 tokens (sequence 0)", "4"]),
-    (
-        "targets-cross",
-        {"offsets_k": torch.tensor([0, 2, 5])},
-        ValueError,
-        ["num_targets", "self-attention", "3 and 2", "entry 1"],
-    ),
-    (
-        "targets-rows",
-        {"k": BASE.k[:4], "v": BASE.v[:4], "offsets_k": torch.tensor([0, 2, 4])},
-        ValueError,
-        ["num_targets", "self-attention", "5", "4"],
-    ),
+    ("targets-type", targets([1, 0]), TypeError, ["num_targets", "(B,)", "list"]),
+    ("targets-dtype", targets(torch.tensor([1.0, 0.0])), TypeError, ["num_targets", "int64", "float32"]),
+    ("targets-count", targets(torch.tensor([1])), ValueError, ["num_targets", "(B,) = (2,)", "(1,)"]),
+    ("targets-rank", targets(INDEX[None]), ValueError, ["num_targets", "(B,)", "(1, 2)"]),
+    ("targets-negative", targets(torch.tensor([0, -1])), ValueError, ["num_targets", "0", "sequence 1", "-1"]),
+    ("targets-many", targets(torch.tensor([4, 0])), ValueError, ["num_targets", "3 tokens (sequence 0)", "4"]),
+    ("targets-cross", {"offsets_k": torch.tensor([0, 2, 5])}, ValueError, ["num_targets", "3 and 2", "entry 1"]),
+    ("targets-rows", FEWER_KEYS, ValueError, ["num_targets", "self-attention", "5", "4"]),
     ("targets-seeds", {"offsets_q": None}, ValueError, ["num_targets", "offsets_q", "None"]),
     ("targets-requests", {"request_index": INDEX}, ValueError, ["num_targets", "request_index", "both"]),
-    (
-        "seeds-max-seqlen",
-        {"offsets_q": None, "num_targets": None},
-        ValueError,
-        ["max_seqlen_q", "offsets_q", "5", "got 3"],
-    ),
-    (
-        "requests-order",
-        {"num_targets": None, "request_index": torch.tensor([1, 0])},
-        ValueError,
-        ["request_index", "not decrease", "1 then 0", "query sequence 0", "sort"],
-    ),
-    (
-        "requests-high",
-        {"num_targets": None, "request_index": torch.tensor([0, 2])},
-        ValueError,
-        ["request_index", "2 key sequences", "got 2"],
-    ),
-    (
-        "requests-low",
-        {"num_targets": None, "request_index": torch.tensor([-1, 0])},
-        ValueError,
-        ["request_index", "2 key sequences", "got -1"],
-    ),
-    (
-        "requests-count",
-        {"num_targets": None, "request_index": torch.tensor([0])},
-        ValueError,
-        ["request_index", "(2,)", "(1,)"],
-    ),
-    (
-        "requests-no-keys",
-        {
-            "num_targets": None,
-            "request_index": INDEX,
-            "k": BASE.k[:0],
-            "v": BASE.v[:0],
-            "offsets_k": torch.tensor([0]),
-        },
-        ValueError,
-        ["request_index", "empty", "2 entries"],
-    ),
-    (
-        "requests-dtype",
-        {"num_targets": None, "request_index": INDEX.bool()},
-        TypeError,
-        ["request_index", "int64", "bool"],
-    ),
-    (
-        "requests-type",
-        {"num_targets": None, "request_index": (0, 1)},
-        TypeError,
-        ["request_index", "Tensor", "tuple"],
-    ),
+    ("seeds", {"offsets_q": None, **targets(None)}, ValueError, ["max_seqlen_q", "offsets_q", "5", "got 3"]),
+    ("order", requests(torch.tensor([1, 0])), ValueError, ["request_index", "not decrease", "1 then 0", "sort"]),
+    ("high", requests(torch.tensor([0, 2])), ValueError, ["request_index", "2 key sequences", "got 2"]),
+    ("low", requests(torch.tensor([-1, 0])), ValueError, ["request_index", "2 key sequences", "got -1"]),
+    ("count", requests(torch.tensor([0])), ValueError, ["request_index", "(2,)", "(1,)"]),
+    ("no-keys", requests(INDEX) | NO_KEYS, ValueError, ["request_index", "empty", "2 entries"]),
+    ("requests-dtype", requests(INDEX.bool()), TypeError, ["request_index", "int64", "bool"]),
+    ("requests-type", requests((0, 1)), TypeError, ["request_index", "Tensor", "tuple"]),
 ]
 
 
