@@ -97,9 +97,10 @@ class ShardedStore:
     """Rows that several ranks must agree on: slices of replicas, or column shards with one moment per row.
 
     With replicas each rank keeps a slice of what its owner's part of the tables is. Reading gathers the slices, or the
-    rows asked for if there is no ``gathered``. Gradients go, row by row, to the rank that keeps the row, which adds those of all replicas in order of rank and
-    updates once with its own moments: the same sums, squares and steps as with one copy of the tables, so no moment
-    has to be scaled by the number of replicas and neither weights nor moments are averaged.
+    rows asked for if there is no ``gathered``. Gradients go, row by row, to the rank that keeps the row, which adds
+    those of all replicas in order of rank and updates once with its own moments: the same sums, squares and steps as
+    with one copy of the tables, so no moment has to be scaled by the number of replicas and neither weights nor moments
+    are averaged.
     """
 
     def __init__(
