@@ -9,7 +9,7 @@ import torch
 from gem_kernels import gdpa, reference
 from gem_kernels._src.gdpa import hopper_launch
 from gem_kernels._src.gdpa.hopper_schedule import make_schedule
-from gem_kernels.testing import assert_matches_oracle, attention_inputs, random_lengths
+from gem_kernels.testing import assert_matches_oracle, attention_inputs, random_lengths, summation_floor
 
 
 def offsets_of(lengths):
@@ -66,42 +66,55 @@ def test_tensors_on_the_cpu_take_the_portable_kernel():
 
 @pytest.fixture
 def launches(monkeypatch):
-    """How often the Hopper kernel was launched."""
+    """Names of the launches of Hopper kernels so far."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    count = []
-    launch = hopper_launch.launch_hopper_forward
+    names = []
 
-    def counted(*args):
-        count.append(1)
-        launch(*args)
+    def count(name):
+        launch = getattr(hopper_launch, f"launch_hopper_{name}")
 
-    monkeypatch.setattr(hopper_launch, "launch_hopper_forward", counted)
-    return count
+        def counted(*args):
+            names.append(name)
+            return launch(*args)
+
+        monkeypatch.setattr(hopper_launch, f"launch_hopper_{name}", counted)
+
+    count("forward")
+    count("backward")
+    return names
 
 
 def call(x, **options):
-    return gdpa(
-        x.q,
-        x.k,
-        x.v,
+    """(out, dq, dk, dv) through autograd."""
+    q, k, v = (t.detach().requires_grad_() for t in (x.q, x.k, x.v))
+    out = gdpa(
+        q,
+        k,
+        v,
         offsets_q=x.offsets_q,
         offsets_k=x.offsets_k,
         max_seqlen_q=x.max_seqlen_q,
         max_seqlen_k=x.max_seqlen_k,
         **options,
     )
+    return (out.detach(), *torch.autograd.grad(out, (q, k, v), x.do))
+
+
+NAMES = ("out", "dq", "dk", "dv")
 
 
 def check(x, **options):
-    out = call(x, **options)
-
     def by_loop(dtype):
-        y = x.to(dtype=dtype)
+        y = x.to(dtype)
         offsets = {"offsets_q": y.offsets_q, "offsets_k": y.offsets_k}
-        return reference.gdpa(y.q, y.k, y.v, **offsets, **options)
+        out = reference.gdpa(y.q, y.k, y.v, **offsets, **options)
+        return (out, *reference.gdpa_backward(y.do, y.q, y.k, y.v, **offsets, **options))
 
-    assert_matches_oracle("out", out, by_loop(torch.float64), by_loop(x.q.dtype), offsets=x.offsets_q)
+    sides = (x.offsets_q, x.offsets_q, x.offsets_k, x.offsets_k)
+    results = zip(NAMES, call(x, **options), by_loop(torch.float64), by_loop(x.q.dtype), sides, strict=True)
+    for name, actual, oracle, eager, offsets in results:
+        assert_matches_oracle(name, actual, oracle, eager, offsets=offsets, floor=summation_floor(oracle, actual.dtype))
 
 
 GPU_LENGTHS = [
@@ -124,13 +137,14 @@ def test_gpu_hopper_matches_oracle(lengths, head_dim, dtype, launches, poisoned_
     x = attention_inputs(*lengths, num_heads=4, num_heads_kv=2, head_dim=head_dim, dtype=dtype, device="cuda")
     check(x, activation="fast_gelu", pre_scale=head_dim**-0.5, post_scale=0.3)
     check(x, activation="silu", pre_scale=1.0)
-    assert len(launches) == 2
+    assert launches == ["forward", "backward"] * 2
 
 
 @pytest.mark.gpu
-def test_gpu_hopper_without_keys_gives_zero(launches):
-    x = attention_inputs((130, 2), (0, 0), head_dim=128, dtype=torch.bfloat16, device="cuda")
-    assert not call(x, activation="gelu").any()
+@pytest.mark.parametrize("lengths", [((130, 2), (0, 0)), ((0, 0), (130, 2))], ids=["no-keys", "no-queries"])
+def test_gpu_hopper_without_one_side_gives_zero(lengths, launches):
+    x = attention_inputs(*lengths, head_dim=128, dtype=torch.bfloat16, device="cuda")
+    assert not any(t.any() for t in call(x, activation="gelu"))
 
 
 @pytest.mark.gpu
@@ -139,17 +153,17 @@ def test_gpu_hopper_lets_no_sequence_reach_another(value, launches):
     lengths_q, lengths_k = (70, 33, 150, 9) * 50, (70, 20, 40, 3) * 50
     x = attention_inputs(lengths_q, lengths_k, num_heads=2, head_dim=128, dtype=torch.bfloat16, device="cuda")
     before = call(x, activation="fast_gelu")
-    changed = x._replace(q=x.q.clone(), k=x.k.clone(), v=x.v.clone())
-    keep = torch.ones(x.q.shape[0], dtype=torch.bool)
+    changed = x._replace(q=x.q.clone(), k=x.k.clone(), v=x.v.clone(), do=x.do.clone())
+    keep_q, keep_k = torch.ones(x.q.shape[0], dtype=torch.bool), torch.ones(x.k.shape[0], dtype=torch.bool)
     for b in range(1, len(lengths_q), 4):
         rows_q, rows_k = slice(*x.offsets_q[b : b + 2].tolist()), slice(*x.offsets_k[b : b + 2].tolist())
-        changed.q[rows_q] = value
-        changed.k[rows_k] = value
-        changed.v[rows_k] = value
-        keep[rows_q] = False
+        changed.q[rows_q] = changed.do[rows_q] = value
+        changed.k[rows_k] = changed.v[rows_k] = value
+        keep_q[rows_q] = keep_k[rows_k] = False
     after = call(changed, activation="fast_gelu")
-    assert torch.equal(before.cpu()[keep], after.cpu()[keep])
-    assert not torch.equal(before.cpu()[~keep], after.cpu()[~keep])
+    for a, b, keep in zip(before, after, (keep_q, keep_q, keep_k, keep_k), strict=True):
+        assert torch.equal(a.cpu()[keep], b.cpu()[keep])
+        assert not torch.equal(a.cpu()[~keep], b.cpu()[~keep])
 
 
 @pytest.mark.gpu
@@ -158,20 +172,25 @@ def test_gpu_hopper_reads_views_of_one_projection(launches):
     x = attention_inputs(lengths, num_heads=2, head_dim=128, dtype=torch.bfloat16, device="cuda")
     fused = torch.cat([x.q, x.k, x.v], 1)
     q, k, v = fused.split(2, 1)
-    assert torch.equal(call(x._replace(q=q, k=k, v=v), activation="gelu"), call(x, activation="gelu"))
-    assert len(launches) == 2
+    from_views = call(x._replace(q=q, k=k, v=v), activation="gelu")
+    for a, b in zip(from_views, call(x, activation="gelu"), strict=True):
+        assert torch.equal(a, b)
+    assert launches == ["forward", "backward"] * 2
 
 
 @pytest.mark.gpu
 def test_gpu_hopper_agrees_with_the_portable_kernel_and_with_itself(launches):
     lengths = random_lengths(300, 700, seed=0)
     x = attention_inputs(lengths, num_heads=4, head_dim=128, dtype=torch.bfloat16, device="cuda")
-    out = call(x, activation="fast_gelu", pre_scale=0.1)
-    assert torch.equal(out, call(x, activation="fast_gelu", pre_scale=0.1))
+    options = {"activation": "fast_gelu", "pre_scale": 0.1}
+    results = call(x, **options)
+    for a, b in zip(results, call(x, **options), strict=True):
+        assert torch.equal(a, b)
     with hopper_launch.portable_only():
-        portable = call(x, activation="fast_gelu", pre_scale=0.1)
-    assert len(launches) == 2
-    torch.testing.assert_close(out, portable, rtol=2e-2, atol=2e-2 * float(portable.abs().max()))
+        portable = call(x, **options)
+    assert launches == ["forward", "backward"] * 2
+    for a, b in zip(results, portable, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * float(b.abs().max()))
 
 
 @pytest.mark.gpu

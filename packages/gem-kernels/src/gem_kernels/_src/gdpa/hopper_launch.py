@@ -1,4 +1,4 @@
-"""When GDPA takes Hopper's own forward kernel, and its launch."""
+"""When GDPA takes Hopper's own kernels, and their launches."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from gem_kernels._src.attention.launch import device_guard
+from gem_kernels._src.gdpa.hopper_schedule import MAX_TILES, Schedule, make_schedule
 from gem_kernels._src.tiles.activation import activation_pair
 
 HEAD_DIMS = (64, 128)
@@ -19,6 +20,10 @@ BLOCK_N = 128
 """Keys of a tile."""
 STAGES = {64: 4, 128: 2}
 """Key tiles in shared memory, by head dim: what Q and the output leave of 227 KiB."""
+DQ_BLOCK_N = 64
+DQ_STAGES = {64: 8, 128: 4}
+DKDV_STAGES = {64: 6, 128: 3}
+"""Of 64 query rows each."""
 _MAX_ROWS = 2**31 - 1 - BLOCK_N
 """Coordinates of the copy engine have 32 bits."""
 _CHUNKS_PER_SM = 4
@@ -43,7 +48,7 @@ def has_tested_gluon() -> bool:
 
 
 def applies(q: Tensor, k: Tensor, v: Tensor, left: int, right: int, capability: tuple[int, int]) -> bool:
-    """Whether the kernel computes this call: half precision, no window, D = D_v of 64 or 128, heads side by side.
+    """Whether the kernels compute this call: half precision, no window, D = D_v of 64 or 128, heads side by side.
 
     A pure function of shapes, strides, dtype and capability, so that all ranks of a job agree. Everything else runs on
     the portable kernel, with the same result up to rounding.
@@ -82,45 +87,21 @@ def launch_hopper_forward(
 ) -> None:
     """Write ``out`` (T_q, H, D), contiguous, with at least one row; the caller has asked ``applies``."""
     # Imported here: Gluon exists for NVIDIA GPUs only, and not in every Triton.
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+    from gem_kernels._src.gdpa.hopper_forward import ROWS, _gdpa_hopper_fwd_kernel
 
-    from gem_kernels._src.gdpa import hopper_forward
-    from gem_kernels._src.gdpa.hopper_schedule import MAX_TILES, make_schedule
-
-    total, num_heads, dim = q.shape
     if k.shape[0] == 0:
         out.zero_()
         return
-    dtype = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[q.dtype]
-
-    def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-        return TensorDescriptor(
-            x, [x.shape[0], x.shape[1] * dim], [x.stride(0), 1], [rows, dim], _shared_layout(rows, dim, dtype)
-        )
-
-    num_programs = _multiprocessors(q.device)
-    tile_rows = hopper_forward.TILE_ROWS
-    num_sequences = offsets_q.shape[0] - 1
-    # Long chunks read their keys once, but leave programs without work when there are few.
-    max_tiles = (total // tile_rows + num_sequences) * num_heads // (_CHUNKS_PER_SM * num_programs)
+    num_heads, dim = q.shape[1:]
     with device_guard(q):
-        schedule = make_schedule(
-            offsets_q,
-            offsets_k,
-            total,
-            tile_rows=tile_rows,
-            resident_keys=BLOCK_N * STAGES[dim],
-            max_tiles=min(max(max_tiles, 1), MAX_TILES),
-        )
-        hopper_forward._gdpa_hopper_fwd_kernel[(num_programs,)](
-            descriptor(q, hopper_forward.ROWS),
-            descriptor(k, BLOCK_N),
-            descriptor(v, BLOCK_N),
-            descriptor(out, hopper_forward.ROWS),
+        _gdpa_hopper_fwd_kernel[(_multiprocessors(q.device),)](
+            _descriptor(q, ROWS),
+            _descriptor(k, BLOCK_N),
+            _descriptor(v, BLOCK_N),
+            _descriptor(out, ROWS),
             out,
             out.stride(0),
-            *schedule,
+            *_query_chunks(q, offsets_q, offsets_k, BLOCK_N * STAGES[dim]),
             num_heads,
             pre_scale,
             post_scale,
@@ -134,11 +115,103 @@ def launch_hopper_forward(
         )
 
 
+def launch_hopper_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets_q: Tensor,
+    offsets_k: Tensor,
+    activation: str,
+    pre_scale: float,
+    post_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients dq, dk and dv, contiguous; at least one row on both sides, and the caller has asked ``applies``."""
+    from gem_kernels._src.gdpa.hopper_backward import _gdpa_hopper_dkdv_kernel, _gdpa_hopper_dq_kernel
+    from gem_kernels._src.gdpa.hopper_forward import ROWS, TILE_ROWS
+
+    do = do if _is_copyable(do) else do.contiguous()
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    num_heads, num_heads_kv, dim = q.shape[1], k.shape[1], q.shape[2]
+    act = activation_pair(activation, hardware=True)
+    grid = (_multiprocessors(q.device),)
+    with device_guard(q):
+        _gdpa_hopper_dkdv_kernel[grid](
+            _descriptor(q, ROWS),
+            _descriptor(do, ROWS),
+            _descriptor(k, TILE_ROWS),
+            _descriptor(v, TILE_ROWS),
+            _descriptor(dk, ROWS),
+            _descriptor(dv, ROWS),
+            dk,
+            dv,
+            dk.stride(0),
+            # Chunks of keys, with the queries in the place of the other side.
+            *make_schedule(offsets_k, offsets_q, k.shape[0], tile_rows=TILE_ROWS, resident_keys=0, max_tiles=1),
+            num_heads_kv,
+            pre_scale,
+            post_scale,
+            ACTIVATION=act.value,
+            ACTIVATION_DERIVATIVE=act.derivative,
+            GROUP=num_heads // num_heads_kv,
+            STAGES=DKDV_STAGES[dim],
+            D=dim,
+            num_warps=4,
+        )
+        _gdpa_hopper_dq_kernel[grid](
+            _descriptor(q, ROWS),
+            _descriptor(do, ROWS),
+            _descriptor(k, DQ_BLOCK_N),
+            _descriptor(v, DQ_BLOCK_N),
+            _descriptor(dq, ROWS),
+            dq,
+            dq.stride(0),
+            *_query_chunks(q, offsets_q, offsets_k, DQ_BLOCK_N * DQ_STAGES[dim]),
+            num_heads,
+            pre_scale,
+            post_scale,
+            ACTIVATION_DERIVATIVE=act.derivative,
+            GROUP=num_heads // num_heads_kv,
+            STAGES=DQ_STAGES[dim],
+            BLOCK_N=DQ_BLOCK_N,
+            D=dim,
+            num_warps=4,
+        )
+    return dq, dk, dv
+
+
+def _query_chunks(q: Tensor, offsets_q: Tensor, offsets_k: Tensor, resident_keys: int) -> Schedule:
+    """Chunks of query rows: long ones read their keys once, but leave programs without work when there are few."""
+    from gem_kernels._src.gdpa.hopper_forward import TILE_ROWS
+
+    num_tiles = (q.shape[0] // TILE_ROWS + offsets_q.shape[0] - 1) * q.shape[1]
+    max_tiles = min(max(num_tiles // (_CHUNKS_PER_SM * _multiprocessors(q.device)), 1), MAX_TILES)
+    return make_schedule(
+        offsets_q,
+        offsets_k,
+        q.shape[0],
+        tile_rows=TILE_ROWS,
+        resident_keys=resident_keys,
+        max_tiles=max_tiles,
+    )
+
+
+def _descriptor(x: Tensor, rows: int) -> Any:
+    """What the copy engine needs to know of x (T, H, D), read as a matrix (T, H * D) in tiles (rows, D)."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    total, num_heads, dim = x.shape
+    return TensorDescriptor(
+        x, [total, num_heads * dim], [x.stride(0), 1], [rows, dim], _shared_layout(rows, dim, x.dtype)
+    )
+
+
 @functools.cache
-def _shared_layout(rows: int, dim: int, dtype: Any) -> Any:
+def _shared_layout(rows: int, dim: int, dtype: torch.dtype) -> Any:
     from triton.experimental.gluon import language as gl
 
-    return gl.NVMMASharedLayout.get_default_for([rows, dim], dtype)
+    element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
+    return gl.NVMMASharedLayout.get_default_for([rows, dim], element)
 
 
 @functools.cache
