@@ -42,6 +42,8 @@ def run_recipes(args: argparse.Namespace) -> int:
 
     if args.recipe is None:
         rows = [(r.name, r.data_dir or "(generated)", r.summary) for r in map(recipes.get, recipes.names())]
+        plans = [plan for plan in map(recipes.get_plan, recipes.plan_names()) if plan is not None]
+        rows += [(plan.name, "(numbers)", plan.summary) for plan in plans]
         say(format_table(("recipe", "data", "what"), rows))
         return 0
     recipe = recipes.get(args.recipe)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from gem_train._version import __version__
 from gem_train.cli.output import complain
+from gem_train.cli.plan_arguments import add_plan
 from gem_train.errors import CheckpointError, NonFiniteError
 from gem_train.launch import is_worker, report_worker_error, select_device
 
@@ -84,6 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_report(commands)
     _add_recipes(commands)
     _add_doctor(commands)
+    add_plan(commands)
     return parser
 
 

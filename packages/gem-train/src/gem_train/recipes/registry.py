@@ -3,14 +3,26 @@
 import difflib
 
 from gem_train.errors import ConfigError
-from gem_train.recipes import ml_latest_2149u, ml_latest_small, online_retail, synthetic
+from gem_train.recipes import cluster_4096, ml_latest_2149u, ml_latest_small, online_retail, synthetic
+from gem_train.recipes.plan_recipe import PlanRecipe
 from gem_train.recipes.recipe import Recipe
 
-__all__ = ["get", "names"]
+__all__ = ["get", "get_plan", "names", "plan_names"]
 
 _RECIPES: dict[str, Recipe] = {
     module.RECIPE.name: module.RECIPE for module in (ml_latest_small, ml_latest_2149u, online_retail, synthetic)
 }
+_PLANS: dict[str, PlanRecipe] = {cluster_4096.RECIPE.name: cluster_4096.RECIPE}
+
+
+def plan_names() -> tuple[str, ...]:
+    """Names of the recipes that can only be planned."""
+    return tuple(_PLANS)
+
+
+def get_plan(name: str) -> PlanRecipe | None:
+    """A recipe that can only be planned, or None if there is none of that name."""
+    return _PLANS.get(name)
 
 
 def names() -> tuple[str, ...]:
@@ -30,6 +42,8 @@ def get(name: str) -> Recipe:
     Raises:
         ConfigError: if there is none of that name; the nearest ones are listed.
     """
+    if name in _PLANS:
+        raise ConfigError(f"the recipe {name} can only be planned; use `gem plan explain {name}`")
     if name not in _RECIPES:
         near = difflib.get_close_matches(name, _RECIPES, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else f"the recipes are {', '.join(_RECIPES)}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from gem_parallel._src.mesh import ParallelDims
 from gem_parallel._src.planner.description import ModelDescription, TableKind, Workload
-from gem_parallel._src.planner.hardware import Hardware
+from gem_parallel._src.planner.hardware import Hardware, Rate
 from gem_parallel._src.planner.memory import MemoryPlan, plan_memory
 from gem_parallel._src.planner.network import Collective
 from gem_parallel._src.planner.tables import Strategy, TablePlan, place_tables
@@ -16,6 +16,9 @@ from gem_parallel._src.planner.traffic import SparseTraffic, UnitTraffic, sparse
 from gem_parallel._src.topology import Topology
 
 __all__ = ["Change", "PlanReport", "Term", "explain"]
+
+FUSED_PASSES = 3.0
+"""Times that forward moves what it saves if every chain of small operations is one kernel: written once, read twice."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +123,7 @@ def explain(
     strategy: Strategy = "size",
     kinds: Sequence[TableKind] = ("table_wise", "row_wise"),
     changes: bool = True,
+    tables: TablePlan | None = None,
 ) -> PlanReport:
     """Predict a step without a GPU or a process.
 
@@ -135,6 +139,7 @@ def explain(
         strategy: Placement of tables, see ``place_tables``.
         kinds: What the placement may choose under ``cost``.
         changes: Whether to search for what would help most.
+        tables: The placement, if it was made before, by ``place_tables`` with the same arguments.
 
     Raises:
         ValueError: another number of GPUs than ranks, or more ranks of ep than experts.
@@ -151,7 +156,7 @@ def explain(
             f"got {dims.ep}; lower ep"
         )
     hardware = hardware or Hardware.load()
-    plan = place_tables(
+    plan = tables or place_tables(
         model.tables,
         dims.sparse_shard,
         workload,
@@ -215,19 +220,24 @@ def _changes(report: PlanReport, strategy: Strategy, kinds: Sequence[TableKind])
         dims: ParallelDims = dims,
         workload: Workload = workload,
         strategy: Strategy = strategy,
+        hardware: Hardware = report.hardware,
     ) -> PlanReport:
         return explain(
             model,
             topology,
             dims,
             workload,
-            hardware=report.hardware,
+            hardware=hardware,
             strategy=strategy,
             kinds=kinds,
             changes=False,
         )
 
     tries: dict[str, Callable[[], PlanReport]] = {}
+    if report.hardware.activation_passes.value > FUSED_PASSES:
+        fused = replace(report.hardware, activation_passes=Rate(value=FUSED_PASSES, source="what fusion aims at"))
+        name = f"fuse norms, activations and casts ({FUSED_PASSES:g} passes over saved bytes)"
+        tries[name] = lambda: predict(hardware=fused)
     if workload.gather_bytes == 4:
         tries["gather parameters in bfloat16"] = lambda: predict(workload=replace(workload, gather_bytes=2))
     if workload.reduce_bytes == 4:

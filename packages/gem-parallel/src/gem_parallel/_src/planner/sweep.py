@@ -9,7 +9,7 @@ from gem_parallel._src.mesh import ParallelDims
 from gem_parallel._src.planner.description import ModelDescription, TableKind, Workload
 from gem_parallel._src.planner.explain import PlanReport, explain
 from gem_parallel._src.planner.hardware import Hardware
-from gem_parallel._src.planner.tables import Strategy
+from gem_parallel._src.planner.tables import Strategy, place_tables
 from gem_parallel._src.topology import Topology
 
 __all__ = ["layouts", "pareto_front", "sweep"]
@@ -66,6 +66,16 @@ def sweep(
     reports = []
     for tables in sparse:
         for strategy in strategies if model.tables and tables.sparse_shard > 1 else strategies[:1]:
+            placed = place_tables(
+                model.tables,
+                tables.sparse_shard,
+                workload,
+                hardware,
+                strategy=strategy,
+                kinds=kinds,
+                memory_bytes=0.5 * hardware.memory_bytes.value,
+                replicas=tables.sparse_replicate,
+            )
             for each in dense:
                 for share in recompute:
                     dims = replace(each, sparse_replicate=tables.sparse_replicate, sparse_shard=tables.sparse_shard)
@@ -79,6 +89,7 @@ def sweep(
                             strategy=strategy,
                             kinds=kinds,
                             changes=False,
+                            tables=placed,
                         )
                     )
     return tuple(sorted(reports, key=lambda report: (report.step.seconds, report.memory.peak.total)))

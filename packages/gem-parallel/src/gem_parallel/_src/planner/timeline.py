@@ -128,13 +128,13 @@ class _Clock:
         self.intervals: list[Interval] = []
         self.exposed: dict[str, float] = dict.fromkeys(TIERS, 0.0)
         self.busy = 0.0
-        self._tier_of_end: dict[float, Tier] = {}
+        self._cause: dict[float, tuple[float, Tier]] = {}
+        """End of a collective -> its start and slowest tier."""
 
     def compute(self, name: str, seconds: float, after: Iterable[float] = ()) -> float:
         """Run on the compute stream; returns the end."""
         ready = max(after, default=0.0)
-        if ready > self._compute:
-            self.exposed[self._tier_of_end.get(ready, "host")] += ready - self._compute
+        self._blame(ready)
         start = max(self._compute, ready)
         self._compute = start + seconds * self._slowdown
         self.busy += self._compute - start
@@ -159,9 +159,21 @@ class _Clock:
         end = start + latency + max(busy.values(), default=0.0)
         self._streams[stream] = end
         slowest = max(busy, key=lambda tier: busy[tier]) if busy else collective.tier
-        self._tier_of_end[end] = slowest
+        self._cause[end] = (start, slowest)
         self.intervals.append(Interval(lane=slowest, name=collective.name, start=start, end=end))
         return end
+
+    def _blame(self, ready: float) -> None:
+        """Book the wait for ``ready`` on the collectives that it is a chain of, last one first."""
+        until = ready
+        while until > self._compute:
+            start, tier = self._cause.get(until, (self._compute, "host"))
+            since = max(start, self._compute)
+            if since not in self._cause:
+                # It started when a link came free: the rest of the wait is for the same tier.
+                since = self._compute
+            self.exposed[tier] += until - since
+            until = since
 
     @property
     def now(self) -> float:

@@ -1,0 +1,168 @@
+"""`gem plan explain` and `gem plan sweep`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gem_train.cli.output import complain, say
+from gem_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gem_parallel import ParallelDims, Topology
+    from gem_parallel.planner import Hardware, ModelDescription, Workload
+
+__all__ = ["run_explain", "run_sweep"]
+
+DEFAULT_RANKS = 8
+BYTES = {"float32": 4, "bfloat16": 2}
+DIM_AXES = ("dp_replicate", "ep", "sparse_replicate")
+
+
+class Inputs(NamedTuple):
+    """What a plan is made from."""
+
+    model: ModelDescription
+    topology: Topology
+    dims: ParallelDims
+    workload: Workload
+    hardware: Hardware
+
+
+def run_explain(args: argparse.Namespace) -> int:
+    """Explains one layout.
+
+    Args:
+        args: Parsed arguments.
+
+    Returns:
+        The exit code.
+    """
+    from gem_parallel.planner import explain, plan_record
+    from gem_train.plan_text import format_plan
+
+    if args.picture is not None and not args.picture.endswith((".svg", ".png")):
+        raise ConfigError(f"--picture: the file must end with .svg or .png, got {args.picture!r}")
+    inputs = _inputs(args)
+    report = explain(
+        inputs.model,
+        inputs.topology,
+        inputs.dims,
+        inputs.workload,
+        hardware=inputs.hardware,
+        strategy=args.placement or "size",
+    )
+    say(json.dumps(plan_record(report)) if args.json else format_plan(report))
+    if args.picture is not None:
+        from gem_train.plan_picture import draw_plan
+
+        complain(f"picture: {draw_plan(report, args.picture)}")
+    return 0
+
+
+def run_sweep(args: argparse.Namespace) -> int:
+    """Predicts every layout of a cluster and prints the best.
+
+    Args:
+        args: Parsed arguments.
+
+    Returns:
+        The exit code.
+    """
+    from gem_parallel.planner import pareto_front, plan_record, sweep
+    from gem_train.plan_text import format_front
+
+    args.dims = None
+    inputs = _inputs(args)
+    recompute = (0.0, 0.25, 0.5, 0.75, 1.0) if args.recompute is None else (args.recompute,)
+    reports = sweep(
+        inputs.model,
+        inputs.topology,
+        inputs.workload,
+        hardware=inputs.hardware,
+        strategies=(args.placement,) if args.placement else ("size", "cost"),
+        recompute=recompute,
+    )
+    front = pareto_front(reports)
+    if args.json:
+        records = [plan_record(report) for report in front]
+        for record in records:
+            # One step's schedule is for `explain`.
+            del record["step"]["timeline"]
+        say(json.dumps({"schema": records[0]["schema"], "layouts": len(reports), "front": records}))
+    else:
+        say(format_front(front, len(reports)))
+    return 0
+
+
+def _inputs(args: argparse.Namespace) -> Inputs:
+    from gem_parallel import ParallelDims, Topology
+    from gem_parallel.planner import Hardware, Workload
+    from gem_train import recipes
+    from gem_train.overrides import parse_assignments
+
+    for name in ("ranks", "samples"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name}: must be at least 1, got {value}")
+    plan = recipes.get_plan(args.recipe)
+    cluster = Topology.load(args.topology) if args.topology else plan.topology if plan else None
+    if cluster is None:
+        cluster = Topology(hosts_per_zone=32, zones=32).resized(args.ranks or DEFAULT_RANKS)
+    topology = cluster.resized(args.ranks) if args.ranks else cluster
+    ranks = topology.num_gpus
+    if plan is not None:
+        if args.assignments or args.data:
+            raise ConfigError(f"--set and --data: recipe {plan.name} is numbers without data; leave them out")
+        model, workload, wanted = plan.describe(), plan.workload, plan.dims
+        if args.samples:
+            workload = replace(workload, samples_per_rank=args.samples)
+    else:
+        recipe = recipes.get(args.recipe)
+        log = recipe.load(recipe.directory(args.data))
+        config = recipes.RunConfig.resolve(recipe, log, parse_assignments(args.assignments))
+        samples = args.samples or max(1, -(-config.data.global_batch_size // ranks))
+        model = recipes.describe_run(config, log, samples)
+        workload = Workload(samples_per_rank=samples, sparse_optimizer=config.sparse.kind)
+        wanted = ParallelDims(dp_replicate=1)
+    given: dict[str, Any] = {
+        "gather_bytes": BYTES.get(args.gather),
+        "reduce_bytes": BYTES.get(args.reduce),
+        "row_bytes": BYTES.get(args.rows),
+        "recompute": args.recompute,
+        "imbalance": args.imbalance,
+        "contention": args.contention,
+    }
+    workload = replace(workload, **{name: value for name, value in given.items() if value is not None})
+    return Inputs(model, topology, _dims(args.dims, topology, wanted), workload, Hardware.load(args.rates))
+
+
+def _dims(text: str | None, topology: Topology, wanted: ParallelDims) -> ParallelDims:
+    """The layout that the user names, or the recipe's as far as it fits a topology of another size."""
+    from gem_parallel import ParallelDims
+
+    ranks = topology.num_gpus
+    if text is None and wanted.world_size == ranks > 1:
+        return wanted
+    degrees = {
+        "dp_replicate": topology.zones,
+        "ep": min(wanted.ep, topology.gpus_per_host),
+        "sparse_replicate": min(wanted.sparse_replicate, topology.gpus_per_host),
+    }
+    for part in text.split(",") if text else ():
+        name, _, value = part.partition("=")
+        if name not in DIM_AXES or not value.isdigit():
+            raise ConfigError(
+                f"--dims: must be AXIS=N,... with axes {', '.join(DIM_AXES)} (the others follow), got {part!r}"
+            )
+        degrees[name] = int(value)
+    dims = ParallelDims.for_world(ranks, **degrees)
+    if text is not None:
+        try:
+            dims.check(topology)
+        except ValueError as error:
+            # Still explained: what it costs is the point.
+            complain(f"note: {error}")
+    return dims

@@ -1,0 +1,209 @@
+"""`gem plan`: descriptions from recipes, the two commands, the picture, and mistakes."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+
+from gem_model import RankingModel, presets
+from gem_parallel import Topology
+from gem_parallel.planner import explain, sweep
+from gem_train.cli.main import main
+from gem_train.recipes import RunConfig, describe_dense, describe_run, get, get_plan, names, plan_names
+from gem_train.recipes import describe as describe_module
+from gem_train.recipes.build import build_source
+from gem_train.world import World
+
+SMALL = presets.small(
+    context_features=("user", "ad"),
+    num_dense=4,
+    event_features=("history.item", "history.kind"),
+    num_event_dense=2,
+    tasks=("click",),
+)
+LENGTHS = {"history": (0, 3, 40, 17)}
+
+
+def run(capsys, *arguments):
+    code = main(["plan", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_dense_description_is_complete():
+    units = describe_dense(SMALL, LENGTHS)
+    model = RankingModel(SMALL)
+    assert sum(unit.num_parameters for unit in units) == sum(p.numel() for p in model.parameters())
+    batch = describe_module._lengths_only(4, LENGTHS)
+    total = model.flops(batch).total
+    assert 4 * sum(3 * unit.gemm_flops + 3.5 * unit.attention_flops for unit in units) == pytest.approx(total, rel=1e-6)
+    assert {unit.name for unit in units} >= {"heads", "layers.0.interaction", "layers.2.towers.history"}
+    assert all(unit.activation_bytes > 0 for unit in units)
+
+
+def test_what_is_saved_is_linear_in_the_widths():
+    """So that a model too large to run can be described from two small ones."""
+    events = {"history": 20}
+    whole = describe_module._saved_bytes(SMALL, events)
+    quarter = describe_module._saved_bytes(describe_module._narrowed(SMALL, 4), events)
+    half = describe_module._saved_bytes(describe_module._narrowed(SMALL, 2), events)
+    for name, measured in whole.items():
+        assert quarter[name] + 3 * (half[name] - quarter[name]) == pytest.approx(measured, rel=1e-6), name
+
+
+def test_measuring_leaves_the_random_state():
+    state = torch.get_rng_state()
+    describe_module.measure_activations(SMALL, LENGTHS)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_run_description_is_that_of_the_first_batch():
+    recipe = get("synthetic")
+    log = recipe.load(None)
+    config = RunConfig.resolve(recipe, log, {"data.global_batch_size": "48", "data.prefetch_batches": "0"})
+    model = describe_run(config, log, 48)
+    batch = next(iter(build_source(config, log, World(), "train")))
+    assert {table.name for table in model.tables} == {table.name for table in log.tables}
+    for table in model.tables:
+        values = torch.cat([batch.ids[f.name][0] for f in log.features if f.table == table.name])
+        assert table.ids_per_sample * 48 == pytest.approx(values.numel())
+        assert table.ids_per_sample * 48 * table.unique_fraction == pytest.approx(values.unique().numel())
+    assert model.model_flops * 48 == pytest.approx(RankingModel(config.model).flops(batch).total)
+
+
+def test_explain_prints_every_section(capsys):
+    code, out, err = run(capsys, "explain", "synthetic", "--ranks", "16")
+    assert (code, err) == (0, "")
+    for text in (
+        "16 ranks, 8 per host, 16 per zone",
+        "memory of the heaviest rank at its peak",
+        "row gradients",
+        "E2E MFU",
+        "scaling ratio",
+        "what limits it",
+        "fbgemm-gpu 1.6.0 TBE",
+    ):
+        assert text in out
+
+
+def test_explain_as_json(capsys):
+    code, out, _ = run(
+        capsys,
+        "explain",
+        "synthetic",
+        "--ranks",
+        "8",
+        "--json",
+        "--dims",
+        "dp_replicate=2,sparse_replicate=4",
+        "--gather",
+        "bfloat16",
+        "--samples",
+        "32",
+    )
+    assert code == 0
+    record = json.loads(out)
+    assert (record["schema"], record["ranks"]) == (1, 8)
+    assert record["dims"] == {"dp_replicate": 2, "dp_shard": 4, "ep": 1, "sparse_replicate": 4, "sparse_shard": 2}
+    assert record["workload"]["gather_bytes"] == 2
+    assert record["workload"]["samples_per_rank"] == 32
+
+
+def test_one_rank(capsys):
+    code, out, _ = run(capsys, "explain", "synthetic", "--ranks", "1")
+    assert code == 0
+    assert "nothing: one rank" in out
+
+
+def test_topology_file(capsys, tmp_path):
+    path = tmp_path / "pod.toml"
+    Topology(gpus_per_host=2, hosts_per_zone=2, zones=2).save(path)
+    code, out, _ = run(capsys, "explain", "synthetic", "--topology", str(path))
+    assert code == 0
+    assert "8 ranks, 2 per host, 4 per zone" in out
+    assert "dp_replicate 2: ranks 0, 4; across zones" in out
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_picture(capsys, tmp_path, suffix):
+    path = tmp_path / f"step.{suffix}"
+    code, _, err = run(capsys, "explain", "synthetic", "--ranks", "16", "--picture", str(path))
+    assert code == 0
+    assert str(path) in err
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
+    if suffix == "svg":
+        assert b"links in zones" in content
+        assert b"parameters" in content
+
+
+def test_sweep(capsys):
+    code, out, _ = run(capsys, "sweep", "synthetic", "--ranks", "8", "--recompute", "0")
+    assert code == 0
+    assert "layouts are not beaten" in out
+    code, out, _ = run(capsys, "sweep", "synthetic", "--ranks", "8", "--json")
+    record = json.loads(out)
+    assert record["layouts"] > len(record["front"]) > 0
+    seconds = [each["step"]["seconds"] for each in record["front"]]
+    assert seconds == sorted(seconds)
+    peaks = [each["memory"]["peak_bytes"] for each in record["front"]]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_a_layout_that_leaves_its_tier_is_explained_with_a_note(capsys):
+    code, out, err = run(capsys, "explain", "synthetic", "--ranks", "16", "--dims", "sparse_replicate=16")
+    assert code == 0
+    assert "`sparse_replicate` must stay inside a host" in err
+    assert "should stay inside a host" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("explain", "nothing"), "there is no recipe 'nothing'"),
+        (("explain", "synthetic", "--ranks", "12"), "got 12; nearest: 8, 16"),
+        (("explain", "synthetic", "--ranks", "0"), "--ranks: must be at least 1, got 0"),
+        (("explain", "synthetic", "--dims", "tp=2"), "--dims: must be AXIS=N,... with axes dp_replicate, ep"),
+        (("explain", "synthetic", "--dims", "dp_replicate=3"), "positive multiple of dp_replicate (3), got 8"),
+        (("explain", "synthetic", "--picture", "x.pdf"), "must end with .svg or .png, got 'x.pdf'"),
+        (("explain", "synthetic", "--recompute", "2"), "`recompute` must be below 1 or 1, got 2"),
+        (("explain", "synthetic", "--topology", "missing.toml"), "missing.toml"),
+        (("explain", "cluster-4096", "--set", "model.dim=3"), "is numbers without data"),
+    ],
+)
+def test_mistakes(capsys, arguments, text):
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert text in err
+    assert len(err.splitlines()) == 1
+
+
+def test_plan_recipes_cannot_be_trained(capsys):
+    assert plan_names() == ("cluster-4096",)
+    assert not set(plan_names()) & set(names())
+    assert main(["train", "cluster-4096"]) == 2
+    assert "can only be planned; use `gem plan explain cluster-4096`" in capsys.readouterr().err
+    assert main(["recipes"]) == 0
+    assert "cluster-4096" in capsys.readouterr().out
+
+
+def test_cluster_4096():
+    recipe = get_plan("cluster-4096")
+    start = time.process_time()
+    model = recipe.describe()
+    report = explain(model, recipe.topology, recipe.dims, recipe.workload)
+    assert time.process_time() - start < 10
+    recipe.dims.check(recipe.topology)
+    assert report.dims.world_size == 4096
+    assert model.num_sparse_parameters > 1e12
+    assert 5e9 < model.num_dense_parameters < 5e10
+    assert report.memory.fits
+    assert {each.tier for each in report.collectives if each.axis == "ep"} == {"host"}
+    assert {each.tier for each in report.collectives if each.axis in ("dp_shard", "dp_shard_ep")} == {"zone"}
+    assert {each.tier for each in report.collectives if each.axis == "dp_replicate"} == {"cluster"}
+    assert 0.02 < report.mfu < report.local_mfu < 0.6
+    few = sweep(model, recipe.topology, recipe.workload, strategies=("size",), recompute=(0.4,))
+    assert min(each.step.seconds for each in few) <= report.step.seconds
