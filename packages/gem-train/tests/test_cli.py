@@ -135,6 +135,16 @@ def test_compare_prints_the_other_run_beside(
     assert f"NE {finished.name}" in out
 
 
+def test_low_precision_is_set_beside_the_fp32_run_next_to_it(
+    run_copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run_copy.parent / "a-note").write_text("not a run")
+    assert train(run_copy.parent / "low", "--precision", "mxfp8") == 0
+    assert f"test scores beside {run_copy}:" in capsys.readouterr().out
+    assert train(run_copy.parent / "again") == 0
+    assert "test scores beside" not in capsys.readouterr().out
+
+
 def test_overwrite_replaces_the_run_and_nothing_else(run_copy: Path) -> None:
     (run_copy / "notes.txt").write_text("mine")
     assert train(run_copy, "--overwrite", steps=2) == 0

@@ -15,7 +15,7 @@ import torch
 
 from gem_train.checkpoint import Checkpointer
 from gem_train.cli.output import complain, say
-from gem_train.cli.table import compare_runs, print_scores
+from gem_train.cli.table import compare_runs, final_scores, print_scores
 from gem_train.doctor import versions
 from gem_train.errors import ConfigError
 from gem_train.launch import is_worker, join, leave, run_workers
@@ -172,6 +172,24 @@ def _default_out(recipe: str, precision: str | None) -> Path:
     return Path("runs") / (recipe if precision in (None, "fp32") else f"{recipe}-{precision}")
 
 
+def _full_precision_run(directory: RunDirectory, record: RunRecord) -> Path | None:
+    """A finished fp32 run of the recipe, where it lies by default or beside this one, to judge low precision by."""
+    if record.precision == "fp32":
+        return None
+    for path in (_default_out(record.recipe, None), *sorted(directory.path.parent.iterdir())):
+        other = RunDirectory(path)
+        if path.resolve() == directory.path.resolve() or not other.is_run():
+            continue
+        try:
+            found = other.read()
+            final_scores(path)
+        except ConfigError:  # a run that is not finished, or not one of ours
+            continue
+        if (found.recipe, found.precision, found.data) == (record.recipe, "fp32", record.data):
+            return path
+    return None
+
+
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
 
@@ -220,8 +238,8 @@ def _conclude(
         complain(f"stopped by trainer.max_seconds at step {result.step}")
     report = write_report(directory.path)
     print_scores(result.evaluations, recipe.reference, recipe.reference_task)
-    other = Path(args.compare) if args.compare else _default_out(recipe.name, None)
-    if args.compare or (record.precision != "fp32" and other != directory.path and RunDirectory(other).is_run()):
+    other = Path(args.compare) if args.compare else _full_precision_run(directory, record)
+    if other is not None:
         compare_runs(directory.path, other)
     say(f"report: {report}")
 
