@@ -157,7 +157,7 @@ class Exchanger:
         if report_ids:
             bad = bad | (received[:, 5] > 0)
         first = bad.to(torch.int8).argmax().view(1)
-        head = torch.cat([first, received[first[0], :NUM_FLAGS] * bad[first[0]]])
+        head = torch.cat([first, (received[first, :NUM_FLAGS] * bad[first].unsqueeze(1)).flatten()])
         blocks = [head.expand(grid.num_replicas, -1)]
         column = NUM_FLAGS
         for plan, sharded in zip(self._plans, self._sharded, strict=True):

@@ -178,8 +178,9 @@ def _check_values(group_ids: GroupIds, summary: Tensor, policy: IdPolicy) -> Gro
     faults = (faults + (offsets[table[0]] != 0) + (offsets[table[1]] != table[2])) * table[4]
     slots = to_device([feature.slot.index for feature in features], device)
     malformed = faults.sum()
-    worst = slots[(faults > 0).to(torch.int8).argmax()]
-    summary[1] = torch.where((malformed > 0) & (summary[1] < 0), worst, summary[1])
+    # Indices are vectors of one: a scalar one would make the host wait for the device.
+    worst = slots[(faults > 0).to(torch.int8).argmax().view(1)]
+    summary[1:2] = torch.where((malformed > 0) & (summary[1:2] < 0), worst, summary[1:2])
     summary[0] += malformed
     if values.numel() == 0:
         return group_ids
