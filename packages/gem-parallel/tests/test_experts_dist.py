@@ -49,6 +49,11 @@ class FullyShardComm:
         return self.recorder.reduce_scatter(output_tensor, input_tensor, group, op=op, async_op=async_op)
 
 
+class Masked(nn.Module):
+    def forward(self, x, keep):
+        return x * keep[:, None]
+
+
 class JaggedExpert(nn.Module):
     """Reads rows of samples, packed tokens with lengths, and a constant; odd experts ignore the tokens."""
 
@@ -133,6 +138,8 @@ def rank_cases(rank, world_size, folder):
     if world_size == 2:
         found["refusals"] = refusals(rank)
         found["compiled"] = compiled(rank)
+        layer = ExpertParallel([Masked(), Masked(), Masked()], dist.group.WORLD)
+        found["mask"] = layer(torch.ones(2 + rank, 1), torch.arange(2 + rank) % 2 == rank)
     return found
 
 
@@ -342,6 +349,12 @@ def refusals(rank):
         except ValueError as error:
             texts.append(str(error))
     return texts
+
+
+def test_masks_are_gathered(outcome):
+    world_size, results = outcome
+    if world_size == 2:
+        assert [result["mask"].flatten().tolist() for result in results] == [[3.0, 0.0], [0.0, 3.0, 0.0]]
 
 
 def test_refusals(outcome):

@@ -41,8 +41,8 @@ class Exchange:
             part = tensor.contiguous()
         else:
             part = tensor.new_empty((longest, *rest))
+            # What stands in the padding is dropped on arrival.
             part[: len(tensor)] = tensor
-            part[len(tensor) :] = 0
         self.collectives.all_gather(output, part, self.group)
         if longest * len(counts) == total:
             return output
@@ -62,7 +62,6 @@ class Exchange:
             padded = tensor.new_empty((len(counts) * longest, *rest), dtype=dtype)
             for piece, part in zip(padded.split(longest), tensor.split(counts), strict=True):
                 piece[: len(part)] = part
-                piece[len(part) :] = 0
         output = tensor.new_empty((longest, *rest), dtype=dtype)
         self.collectives.reduce_scatter(output, padded, self.group)
         # No view: it would keep the padding alive, and fully_shard warns of what is done to views in place.
