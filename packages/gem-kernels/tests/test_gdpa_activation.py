@@ -162,6 +162,7 @@ def test_flops_do_not_depend_on_the_activation():
 
 def test_the_same_functions_may_be_registered_again():
     assert Activation(**{name: getattr(SIGMOID, name) for name in SIGMOID.__slots__}) == SIGMOID
+    assert copy.deepcopy({"activation": SIGMOID})["activation"] is SIGMOID
 
 
 def identity(s):

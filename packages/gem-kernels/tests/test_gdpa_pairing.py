@@ -552,6 +552,27 @@ def test_gpu_does_not_wait_for_the_device(case):
 
 
 @pytest.mark.gpu
+def test_gpu_many_requests_and_many_sequences_of_seeds():
+    many, users = 40_000, 4_000
+    requests = torch.randint(0, users, (many,), generator=torch.Generator().manual_seed(0)).sort().values.tolist()
+    lengths_k = tuple(random_lengths(users, 40, seed=1).tolist())
+    lengths_q = tuple((random_lengths(many, 4, seed=2) - 1).tolist())
+    for case in (
+        Case(id="r", lengths_q=lengths_q, lengths_k=lengths_k, request_index=tuple(requests)),
+        Case(id="s", lengths_k=lengths_k, num_seeds=4),
+    ):
+        x = make_inputs(case, head_dim=16, device="cuda")
+        for mask in (FULL, CAUSAL):
+            results = by_op(x, mask, "gelu")
+            pairing = {name: t if t is None else t.cpu() for name, t in x.pairing.items()}
+            on_cpu = Inputs(*(t.cpu() for t in x[:4]), pairing, *x[5:])
+            oracle, eager = by_op(on_cpu.cast(torch.float64), mask, "gelu"), by_op(on_cpu, mask, "gelu")
+            for name, a, o, e in zip(("out", "dq", "dk", "dv"), results, oracle, eager, strict=True):
+                # Sums over up to 4,000 sequences: n roundings of one sign grow like a random walk.
+                assert_matches_oracle(name, a, o, e, floor=summation_floor(o, a.dtype, units=2 * users**0.5))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("changes", [{"num_targets": [0, 4]}, {"num_targets": None, "request_index": [1, 0]}])
 def test_gpu_validate_reads_the_indices(changes):
     x = make_inputs(Case(id="b", lengths_k=(3, 2), num_targets=(1, 0)), device="cuda")

@@ -87,6 +87,13 @@ def gdpa(
     Numerics: scores and sums in float32 (float64 for float64); activated scores are rounded to the dtype of v before
     the second matmul on CUDA. float32 inputs use full-precision matmuls, not TF32. Forward and backward give the same
     bits on every run. Under autocast q, k and v are cast to the autocast dtype.
+
+    Example:
+        HSTU over histories that end in candidates, and pooling by seeds (S, H, D):
+
+        >>> lengths = dict(offsets_q=offsets, offsets_k=offsets, max_seqlen_q=n, max_seqlen_k=n)
+        >>> out = gdpa(q, k, v, **lengths, activation="silu", post_scale=1 / n, causal=True, num_targets=num_targets)
+        >>> pooled = gdpa(seeds, k, v, offsets_q=None, offsets_k=offsets, max_seqlen_q=len(seeds), max_seqlen_k=n)
     """
     q, k, v = autocast_operands(q, k, v)
     check_attention("gdpa", q, k, v, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, request_index=request_index)

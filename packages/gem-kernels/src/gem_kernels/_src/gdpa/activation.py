@@ -83,6 +83,10 @@ class Activation:
                 )
         _registered[self.name] = self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Activation:
+        # Immutable and registered by identity of its functions, which a copy of a compiled function would lose.
+        return self
+
 
 def activation_name(op: str, activation: str | Activation) -> str:
     """The name that the op takes; raises on one that is neither built in nor registered."""
