@@ -14,6 +14,7 @@ import argparse
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from multi_gpu.launch import Launch, Task, announce, run_launch  # noqa: E402
 from multi_gpu.tables import print_tables  # noqa: E402
 
 PARTS = ("correctness", "collectives", "scaling", "prediction")
+ENGINES = ("symm_mem_low_contention", "nccl_zero_cta")
+"""Beside the default, each in processes of its own, as symmetric memory has one backend per process."""
 BAD = ("fail", "error")
 
 
@@ -61,12 +64,40 @@ def describe_environment(device: str) -> dict[str, Any]:
 
 
 def make_launches(parts: list[str], size: int, device: str) -> list[Launch]:
-    """All launches but that of the prediction, which needs what they measured."""
+    """All launches; the prediction comes afterwards and needs no ranks."""
+    cuda = device == "cuda"
+    correct = {"num_samples": 67, "max_length": 40} if cuda else {"num_samples": 19, "max_length": 12}
+    wire: dict[str, Any] = {"mib": [1, 8, 64, 512], "beside_mib": [64, 512], "matmul": 8192}
+    model: dict[str, Any] = {"preset": "small", "num_samples": 1024, "max_length": 512, "item_rows": 2_000_000}
+    model |= {"steps": 8, "precision": "bf16"}
+    if not cuda:
+        wire = {"mib": [0.0625, 0.5], "beside_mib": [0.5], "matmul": 128}
+        model |= {"preset": "tiny", "num_samples": 8, "max_length": 16, "item_rows": 1_000}
+        model |= {"steps": 2, "precision": "fp32"}
     launches = []
-    if "correctness" in parts:
-        sizes = {"num_samples": 67, "max_length": 40} if device == "cuda" else {"num_samples": 19, "max_length": 12}
-        task = Task(part="correctness", module="correctness", arguments=sizes)
-        launches.append(Launch(name="correctness", tasks=(task,), size=size, device=device, budget_s=120))
+
+    def add(name: str, budget_s: float, *tasks: Task, **variables: str) -> None:
+        chosen = tuple(task for task in tasks if task.part in parts and (size > 1 or task.part != "collectives"))
+        if chosen:
+            launch = Launch(name=name, tasks=chosen, size=size, device=device, budget_s=budget_s, environment=variables)
+            launches.append(launch)
+
+    def collectives(*engines: str) -> Task:
+        return Task(part="collectives", module="collectives", arguments={"engines": engines, **wire})
+
+    correctness = Task(part="correctness", module="correctness", arguments=correct)
+    scaling = Task(part="scaling", module="scaling", arguments=model)
+    if not cuda:
+        add("all parts", 240, correctness, collectives("default", *ENGINES), scaling)
+        return launches
+    add("correctness", 120, correctness)
+    add("scaling", 150, scaling)
+    for engine in ENGINES:
+        # Default first, before anything else can fail.
+        engines = ("default", engine) if engine == ENGINES[0] else (engine,)
+        gathers = replace(scaling, arguments={**model, "engine": engine})
+        variables = {"NCCL_CTA_POLICY": "2"} if engine == "nccl_zero_cta" else {}
+        add(engine, 90, collectives(*engines), *([gathers] if size > 1 else []), **variables)
     return launches
 
 

@@ -7,6 +7,7 @@ import faulthandler
 import importlib
 import json
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -139,14 +140,13 @@ def run_launch(launch: Launch) -> list[dict[str, Any]]:
         found = folder / "rows.jsonl"
         rows = [json.loads(line) for line in found.read_text().splitlines()] if found.exists() else []
         if problem:
-            detail = _errors(folder, launch.size)
-            print(detail, file=sys.stderr, flush=True)
-            reason = f"{problem}: {detail.strip().splitlines()[-1] if detail.strip() else 'no message'}"
-            seen = {row["part"] for row in rows if row.get("task_done")}
-            parts = dict.fromkeys(task.part for task in launch.tasks if task.part not in seen)
+            print(_logs(folder, launch.size), file=sys.stderr, flush=True)
+            reason = _reason(folder, launch.size) or problem
+            done = {row["part"] for row in rows if row.get("task_done")}
             rows += [
-                {"part": part, "name": launch.name, "status": "error", "reason": reason[:400]}
-                for part in parts or [launch.tasks[-1].part]
+                {"part": part, "name": launch.name, "status": "error", "reason": reason}
+                for part in dict.fromkeys(task.part for task in launch.tasks)
+                if part not in done or all(task.part in done for task in launch.tasks)
             ]
     seconds = time.monotonic() - begin
     announce(f"launch {launch.name}: {problem or 'ended'} after {seconds:.1f} s")
@@ -191,14 +191,24 @@ def _wait(processes: list[Any], folder: Path, deadline: float) -> str:
     return "out of time"
 
 
-def _errors(folder: Path, size: int) -> str:
-    found = []
-    for rank in range(size):
-        for suffix in ("stack", "error"):
-            path = folder / f"{rank}.{suffix}"
-            if path.exists() and (text := path.read_text(errors="replace")[-3000:]):
-                found.append(f"--- rank {rank}\n{text}")
-    return "\n".join(found)
+def _logs(folder: Path, size: int) -> str:
+    """What the ranks left, the first to fail first."""
+    paths = [folder / f"{rank}.{suffix}" for rank in range(size) for suffix in ("stack", "error")]
+    paths = sorted((path for path in paths if path.exists()), key=lambda path: path.stat().st_mtime)
+    texts = [(path, path.read_text(errors="replace")[-4000:]) for path in paths]
+    return "\n".join(f"--- rank {path.stem}\n{text}" for path, text in texts if text)
+
+
+def _reason(folder: Path, size: int) -> str:
+    """One line: a crash, else the first exception, else where a rank hung."""
+    logs = _logs(folder, size)
+    for pattern in (r"^Fatal Python error: .*", r"^[\w.]*(?:Error|Exception|Interrupt)\b.*", r"^Timeout \(.*"):
+        found = re.search(pattern, logs, re.MULTILINE)
+        if found:
+            rank = re.findall(r"--- rank (\d+)", logs[: found.start()])[-1]
+            text = "still ran when the time was over" if pattern.startswith("^Timeout") else found.group()
+            return f"rank {rank}: {text}"[:400]
+    return ""
 
 
 def _work(launch: Launch, rank: int, folder_name: str, begin: float, started: float) -> None:
@@ -211,23 +221,14 @@ def _work(launch: Launch, rank: int, folder_name: str, begin: float, started: fl
     faulthandler.dump_traceback_later(max(1.0, deadline - time.monotonic() - 1.0), file=stack, exit=True)
     try:
         me = _join(launch, rank, folder, deadline, started)
-        failed = False
         for task in launch.tasks:
+            # Where one rank fails the others may wait for it, so no task follows.
             me.part = task.part
-            try:
-                importlib.import_module(f"multi_gpu.{task.module}").run(me, **task.arguments)
-            except Exception as error:
-                # The other ranks may wait for this one in a collective, so nothing goes on here.
-                me.row(name=task.module, status="error", reason=f"{type(error).__name__}: {error}"[:400])
-                failed = True
-                raise
-            finally:
-                me.row(task_done=not failed)
+            importlib.import_module(f"multi_gpu.{task.module}").run(me, **task.arguments)
+            me.row(task_done=True)
         me.barrier()
     except BaseException:
         (folder / f"{rank}.error").write_text(traceback.format_exc())
-        traceback.print_exc()
-        sys.stderr.flush()
         os._exit(1)
     (folder / f"{rank}.done").touch()
     sys.stdout.flush()

@@ -9,6 +9,19 @@ __all__ = ["print_tables"]
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "correctness": ("name", "status", "loss_error", "loss_bound", "weight_error", "weight_bound", "worst_tensor"),
+    "collectives": ("name", "engine", "mib", "ms", "bus_gb_per_s", "matmul_ms", "matmul_slowdown", "covered"),
+    "scaling": (
+        "name",
+        "step_ms",
+        "samples_per_second",
+        "of_base",
+        "of_one_gpu",
+        "local_mfu",
+        "e2e_mfu",
+        "scaling_ratio",
+        "imbalance",
+        "peak_gib",
+    ),
 }
 
 

@@ -28,6 +28,15 @@ def test_all_parts_on_two_gloo_processes(tmp_path: Path) -> None:
         assert row["status"] == "pass"
         # Sums in another order leave something: an error of exactly zero would be one rank compared with itself.
         assert 0 < row["weight_error"] <= row["weight_bound"] < 1e-4
+    measured = {(row["name"], row["engine"]) for row in rows if row["part"] == "collectives" and row["status"] == "ok"}
+    assert measured == {(op, "default") for op in ("all_gather", "reduce_scatter", "all_to_all")}
+    missing = [row for row in rows if row["status"] == "unavailable"]
+    assert len(missing) == 6
+    assert all("no CUDA device" in row["reason"] for row in missing)
+    steps = {row["name"]: row for row in rows if row["part"] == "scaling"}
+    assert {"dense model, one GPU", "one GPU", "base", "no overlap", "rows in bf16", "balanced batches"} <= steps.keys()
+    assert all(row["status"] == "ok" and row["samples_per_second"] > 0 for row in steps.values())
+    assert steps["balanced batches"]["imbalance"] < steps["base"]["imbalance"]
 
 
 def test_a_wrong_weight_is_far_above_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,11 +44,11 @@ def test_a_wrong_weight_is_far_above_the_bound(monkeypatch: pytest.MonkeyPatch) 
     import torch
     from multi_gpu.correctness import CEILING, Run, deviation
 
-    right = Run([0.7, 0.6], {"w": torch.ones(100), "v": torch.ones(4)})
-    wrong = Run([0.7, 0.6], {"w": torch.ones(100), "v": torch.tensor([1.0, 1.0, 1.0, 1.01])})
+    right = Run([0.7, 0.6], {"w": torch.ones(100), "model.v": torch.ones(4)})
+    wrong = Run([0.7, 0.6], {"w": torch.ones(100), "model.v": torch.tensor([1.0, 1.0, 1.0, 1.01])})
     assert deviation(right, right) == (0.0, 0.0, "")
     loss, weight, where = deviation(wrong, right)
-    assert (loss, where) == (0.0, "v")
+    assert (loss, where) == (0.0, "model.v")
     assert weight > CEILING
-    nan = Run([float("nan"), 0.6], {"w": torch.full((100,), float("nan")), "v": torch.ones(4)})
+    nan = Run([float("nan"), 0.6], {"w": torch.full((100,), float("nan")), "model.v": torch.ones(4)})
     assert deviation(nan, right)[:2] == (float("inf"), float("inf"))
