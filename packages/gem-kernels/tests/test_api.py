@@ -14,6 +14,7 @@ TOP_LEVEL = {
     "__version__",
     "block_attention",
     "gdpa",
+    "gdpa_norm_block",
     "jagged",
     "jagged_attention",
     "linear_norm",
@@ -38,6 +39,8 @@ MODULES = {
         "block_attention_backward",
         "gdpa",
         "gdpa_backward",
+        "gdpa_norm_block",
+        "gdpa_norm_block_backward",
         "jagged",
         "jagged_attention",
         "jagged_attention_backward",
@@ -54,6 +57,8 @@ SIGNATURES = {
     "gdpa": "q, k, v, *, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, activation, pre_scale, post_scale, causal, "
     "window_size, num_targets, request_index, validate",
     "block_attention": "q, k, v, *, offsets, max_seqlen, block_size, scale, rotary, validate",
+    "gdpa_norm_block": "q, k, v, *, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, activation, pre_scale, "
+    "post_scale, norm_weight, norm_bias, rms_weight, query_residual, residual, eps, validate",
     "rmsnorm_linear": "x, weight, bias, *, norm_weight, eps",
     "linear_norm": "x, weight, bias, *, norm, norm_weight, norm_bias, eps",
     "jagged.lengths_to_offsets": "lengths",

@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.compile
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-OPS = {"block_attention", "gdpa", "jagged_attention", "mx", "norm_linear"}
+OPS = {"block_attention", "gdpa", "gdpa_norm_block", "jagged_attention", "mx", "norm_linear"}
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from gem_kernels import jagged, modules, mx, reference, testing
 from gem_kernels._version import __version__
 from gem_kernels.block_attention import block_attention
 from gem_kernels.gdpa import Activation, gdpa
+from gem_kernels.gdpa_norm_block import gdpa_norm_block
 from gem_kernels.jagged_attention import jagged_attention
 from gem_kernels.norm_linear import linear_norm, rmsnorm_linear
 
@@ -12,6 +13,7 @@ __all__ = [
     "__version__",
     "block_attention",
     "gdpa",
+    "gdpa_norm_block",
     "jagged",
     "jagged_attention",
     "linear_norm",

@@ -3,6 +3,7 @@
 from gem_kernels.reference import jagged
 from gem_kernels.reference.block_attention import block_attention, block_attention_backward
 from gem_kernels.reference.gdpa import gdpa, gdpa_backward
+from gem_kernels.reference.gdpa_norm_block import gdpa_norm_block, gdpa_norm_block_backward
 from gem_kernels.reference.jagged_attention import jagged_attention, jagged_attention_backward
 from gem_kernels.reference.norm_linear import (
     linear_norm,
@@ -16,6 +17,8 @@ __all__ = [
     "block_attention_backward",
     "gdpa",
     "gdpa_backward",
+    "gdpa_norm_block",
+    "gdpa_norm_block_backward",
     "jagged",
     "jagged_attention",
     "jagged_attention_backward",

@@ -12,7 +12,7 @@ from torch import Tensor
 from gem_kernels._src.attention.launch import device_guard
 from gem_kernels._src.norm_linear.configs import MAX_NORM, select_rows
 
-_MAX_PROGRAMS = 1024
+MAX_PROGRAMS = 1024
 """Of the backward, each with its own share of the sums over rows: some eight per multiprocessor of a large GPU. A
 constant, so that every GPU sums in the same order."""
 
@@ -23,7 +23,7 @@ def row_major(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def _load_row_tile(ptr, first, num_rows, stride_m, N: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
+def load_row_tile(ptr, first, num_rows, stride_m, N: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
     """(ROWS, BLOCK_N) float32 of rows first, first + 1, ...; 0 outside the tensor."""
     rows = first + tl.arange(0, ROWS)
     offs_n = tl.arange(0, BLOCK_N)
@@ -32,7 +32,7 @@ def _load_row_tile(ptr, first, num_rows, stride_m, N: tl.constexpr, ROWS: tl.con
 
 
 @triton.jit
-def _store_row_tile(ptr, tile, first, num_rows, N: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
+def store_row_tile(ptr, tile, first, num_rows, N: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr):
     """Write a tile of rows to a contiguous tensor, in its dtype; nothing outside it."""
     rows = first + tl.arange(0, ROWS)
     offs_n = tl.arange(0, BLOCK_N)
@@ -41,7 +41,7 @@ def _store_row_tile(ptr, tile, first, num_rows, N: tl.constexpr, ROWS: tl.conste
 
 
 @triton.jit
-def _load_features(ptr, N: tl.constexpr, BLOCK_N: tl.constexpr):
+def load_features(ptr, N: tl.constexpr, BLOCK_N: tl.constexpr):
     """(1, BLOCK_N) float32 of one number per feature."""
     offs_n = tl.arange(0, BLOCK_N)
     return tl.load(ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
@@ -67,18 +67,18 @@ def _norm_rows_kernel(
     BLOCK_N: tl.constexpr,
 ):
     first = tl.program_id(0).to(tl.int64) * ROWS
-    x = _load_row_tile(x_ptr, first, num_rows, stride_xm, N, ROWS, BLOCK_N)
+    x = load_row_tile(x_ptr, first, num_rows, stride_xm, N, ROWS, BLOCK_N)
     if IS_LAYER:
         x = tl.where((tl.arange(0, BLOCK_N) < N)[None, :], x - (tl.sum(x, 1) / N)[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(x * x, 1) / N + eps)
     x *= rstd[:, None]
     if HAS_WEIGHT or HAS_BIAS:
-        _store_row_tile(unit_ptr, x, first, num_rows, N, ROWS, BLOCK_N)
+        store_row_tile(unit_ptr, x, first, num_rows, N, ROWS, BLOCK_N)
     if HAS_WEIGHT:
-        x *= _load_features(weight_ptr, N, BLOCK_N)
+        x *= load_features(weight_ptr, N, BLOCK_N)
     if HAS_BIAS:
-        x += _load_features(bias_ptr, N, BLOCK_N)
-    _store_row_tile(out_ptr, x, first, num_rows, N, ROWS, BLOCK_N)
+        x += load_features(bias_ptr, N, BLOCK_N)
+    store_row_tile(out_ptr, x, first, num_rows, N, ROWS, BLOCK_N)
     rows = first + tl.arange(0, ROWS)
     tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
 
@@ -111,24 +111,24 @@ def _norm_rows_bwd_kernel(
     for tile in range(pid, tl.cdiv(num_rows, ROWS), num_programs):
         first = tl.cast(tile, tl.int64) * ROWS
         rows = first + tl.arange(0, ROWS)
-        dy = _load_row_tile(dy_ptr, first, num_rows, stride_dym, N, ROWS, BLOCK_N)
-        unit = _load_row_tile(unit_ptr, first, num_rows, stride_um, N, ROWS, BLOCK_N)
+        dy = load_row_tile(dy_ptr, first, num_rows, stride_dym, N, ROWS, BLOCK_N)
+        unit = load_row_tile(unit_ptr, first, num_rows, stride_um, N, ROWS, BLOCK_N)
         rstd = tl.load(rstd_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
         if RAW:
             unit *= rstd
-            _store_row_tile(unit_out_ptr, unit, first, num_rows, N, ROWS, BLOCK_N)
+            store_row_tile(unit_out_ptr, unit, first, num_rows, N, ROWS, BLOCK_N)
         if SUMS:
             sum_dweight += dy * unit
             sum_dy += dy
         if HAS_WEIGHT:
-            dy *= _load_features(weight_ptr, N, BLOCK_N)
+            dy *= load_features(weight_ptr, N, BLOCK_N)
         dx = dy - unit * (tl.sum(dy * unit, 1) / N)[:, None]
         if IS_LAYER:
             dx -= (tl.sum(dy, 1) / N)[:, None]
         dx *= rstd
         if SUMS:
             sum_dx += dx
-        _store_row_tile(dx_ptr, dx, first, num_rows, N, ROWS, BLOCK_N)
+        store_row_tile(dx_ptr, dx, first, num_rows, N, ROWS, BLOCK_N)
     if SUMS:
         offs_n = tl.arange(0, BLOCK_N)
         sums_ptr += pid.to(tl.int64) * N
@@ -217,7 +217,7 @@ def launch_norm_rows_backward(
     num_rows, features = unit.shape
     dx = torch.empty(num_rows, features, dtype=dy.dtype, device=dy.device) if dx is None else dx
     config = select_rows(features)
-    programs = min(triton.cdiv(num_rows, config.rows), _MAX_PROGRAMS)
+    programs = min(triton.cdiv(num_rows, config.rows), MAX_PROGRAMS)
     partial = torch.empty(3, programs, features, dtype=torch.float32, device=dy.device) if sums else rstd
     if num_rows > 0:
         with device_guard(dy):

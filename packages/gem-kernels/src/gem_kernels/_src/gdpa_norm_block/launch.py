@@ -1,0 +1,175 @@
+"""The block on CUDA: row kernels around the kernels of GDPA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from gem_kernels._src.attention.launch import device_guard
+from gem_kernels._src.gdpa.backward import launch_backward as launch_gdpa_backward
+from gem_kernels._src.gdpa.forward import launch_forward as launch_gdpa_forward
+from gem_kernels._src.gdpa_norm_block.arguments import Gradients, Options, Parameters, Statistics
+from gem_kernels._src.gdpa_norm_block.rows import (
+    add_rms_norm_bwd_kernel,
+    add_rms_norm_kernel,
+    layer_norm_bwd_kernel,
+    layer_norm_kernel,
+)
+from gem_kernels._src.norm_linear.configs import select_rows
+from gem_kernels._src.norm_linear.rows import MAX_PROGRAMS, row_major
+
+
+def _meta(parameters: Parameters, features: int) -> dict[str, Any]:
+    config = select_rows(features)
+    return {
+        "N": features,
+        "HAS_WEIGHT": parameters.norm_weight is not None,
+        "HAS_BIAS": parameters.norm_bias is not None,
+        "ROWS": config.rows,
+        "BLOCK_N": config.block_n,
+        "num_warps": config.num_warps,
+    }
+
+
+def _or(x: Tensor | None, other: Tensor) -> Tensor:
+    """A pointer for an argument that the kernel does not read."""
+    return other if x is None else x
+
+
+def _layer_norm(q: Tensor, parameters: Parameters, mean: Tensor, rstd: Tensor, eps: float) -> Tensor:
+    """Rows (T_q, N) after the layer norm, what the attention reads; writes the statistics."""
+    num_rows, features = q.shape
+    out = torch.empty(num_rows, features, dtype=q.dtype, device=q.device)
+    meta = _meta(parameters, features)
+    if num_rows > 0:
+        layer_norm_kernel[(triton.cdiv(num_rows, meta["ROWS"]),)](
+            q,
+            _or(parameters.norm_weight, q),
+            _or(parameters.norm_bias, q),
+            out,
+            mean,
+            rstd,
+            q.stride(0),
+            num_rows,
+            eps,
+            **meta,
+        )
+    return out
+
+
+def _attend(
+    normed: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_k: Tensor, options: Options
+) -> Tensor:
+    """Output of the attention as rows (T_q, N), contiguous."""
+    out = launch_gdpa_forward(normed.view(q.shape), k, v, offsets_q, offsets_k, *options[:5], -1, -1)
+    return out.view(normed.shape)
+
+
+def launch_forward(
+    q: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_k: Tensor, parameters: Parameters, options: Options
+) -> tuple[Tensor, Statistics]:
+    """Output (T_q, H, D), contiguous, in the dtype of q."""
+    rows = row_major(q.flatten(1))
+    num_rows, features = rows.shape
+    mean, rstd, rrms = (torch.empty(num_rows, dtype=torch.float32, device=q.device) for _ in range(3))
+    with device_guard(q):
+        normed = _layer_norm(rows, parameters, mean, rstd, options.eps)
+        out = _attend(normed, q, k, v, offsets_q, offsets_k, options)
+        meta = _meta(parameters, features)
+        if num_rows > 0:
+            add_rms_norm_kernel[(triton.cdiv(num_rows, meta["ROWS"]),)](
+                out,
+                rows,
+                mean,
+                rstd,
+                _or(parameters.norm_weight, rows),
+                _or(parameters.norm_bias, rows),
+                _or(parameters.rms_weight, rows),
+                out,
+                rrms,
+                rows.stride(0),
+                num_rows,
+                options.eps,
+                HAS_RMS_WEIGHT=parameters.rms_weight is not None,
+                QUERY_RESIDUAL=options.query_residual,
+                RESIDUAL=options.residual,
+                **meta,
+            )
+    return out.view(q.shape), Statistics(mean, rstd, rrms)
+
+
+def launch_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets_q: Tensor,
+    offsets_k: Tensor,
+    parameters: Parameters,
+    statistics: Statistics,
+    options: Options,
+) -> Gradients:
+    """All gradients, contiguous, in the dtypes of what they belong to."""
+    rows, dout = row_major(q.flatten(1)), row_major(do.flatten(1))
+    num_rows, features = rows.shape
+    mean, rstd, rrms = statistics
+    norm_weight, norm_bias, rms_weight = parameters
+    meta = _meta(parameters, features)
+    programs = min(triton.cdiv(num_rows, meta["ROWS"]), MAX_PROGRAMS)
+    sums = torch.empty(3, programs, features, dtype=torch.float32, device=q.device)
+    with device_guard(q):
+        # What the forward did not keep: the same kernels write it again, statistics included, bit by bit.
+        normed = _layer_norm(rows, parameters, torch.empty_like(mean), torch.empty_like(rstd), options.eps)
+        dtotal = _attend(normed, q, k, v, offsets_q, offsets_k, options)
+        if num_rows > 0:
+            add_rms_norm_bwd_kernel[(programs,)](
+                dout,
+                dtotal,
+                rows,
+                mean,
+                rstd,
+                rrms,
+                _or(norm_weight, rows),
+                _or(norm_bias, rows),
+                _or(rms_weight, rows),
+                dtotal,
+                sums[2],
+                dout.stride(0),
+                rows.stride(0),
+                num_rows,
+                HAS_RMS_WEIGHT=rms_weight is not None,
+                QUERY_RESIDUAL=options.query_residual,
+                **meta,
+            )
+        dnormed, dk, dv = launch_gdpa_backward(
+            dtotal.view(q.shape), normed.view(q.shape), k, v, offsets_q, offsets_k, *options[:5], -1, -1
+        )
+        dq = dnormed.view(num_rows, features)
+        del meta["HAS_BIAS"]
+        if num_rows > 0:
+            layer_norm_bwd_kernel[(programs,)](
+                dq,
+                dtotal,
+                dout,
+                rows,
+                mean,
+                rstd,
+                _or(norm_weight, rows),
+                dq,
+                sums,
+                dout.stride(0),
+                rows.stride(0),
+                num_rows,
+                QUERY_RESIDUAL=options.query_residual,
+                RESIDUAL=options.residual,
+                SUMS=norm_weight is not None or norm_bias is not None,
+                **meta,
+            )
+    totals = (
+        q.new_empty(0) if parameter is None else partial.sum(0).to(q.dtype)
+        for parameter, partial in zip((norm_weight, norm_bias, rms_weight), sums, strict=True)
+    )
+    return Gradients(dq.view(q.shape), dk, dv, *totals)

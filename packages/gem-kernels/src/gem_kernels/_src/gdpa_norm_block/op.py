@@ -1,0 +1,200 @@
+"""Registrations of the block: forward and backward ops, CPU and CUDA kernels, fakes, autograd, FLOP counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from gem_kernels._src.attention.batching import compute_dtype
+from gem_kernels._src.attention.flops import backward_flops, forward_flops, num_pairs
+from gem_kernels._src.gdpa_norm_block import cpu
+from gem_kernels._src.gdpa_norm_block.arguments import Options, Parameters, Statistics
+from gem_kernels._src.validate import check_batch
+
+NAME = "gdpa_norm_block"
+
+
+@torch.library.custom_op("gem_kernels::gdpa_norm_block", mutates_args=(), device_types="cuda")
+def gdpa_norm_block_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets_q: Tensor,
+    offsets_k: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    rms_weight: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    activation: str,
+    pre_scale: float,
+    post_scale: float,
+    query_residual: bool,
+    residual: bool,
+    eps: float,
+    validate: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output (T_q, H, D), contiguous, in the dtype of q, and three statistics (T_q,) of its rows."""
+    # Imported here: Triton is absent where only the CPU kernels are used.
+    from gem_kernels._src.gdpa_norm_block.launch import launch_forward
+    from gem_kernels._src.norm_linear.rows import check_features
+
+    check_batch(NAME, q, k, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, read_offsets=validate)
+    check_features(NAME, q.shape[1] * q.shape[2])
+    options = Options(max_seqlen_q, max_seqlen_k, activation, pre_scale, post_scale, query_residual, residual, eps)
+    parameters = Parameters(norm_weight, norm_bias, rms_weight)
+    out, statistics = launch_forward(q, k, v, offsets_q, offsets_k, parameters, options)
+    return out, *statistics
+
+
+@gdpa_norm_block_op.register_kernel("cpu")
+def _forward_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets_q: Tensor,
+    offsets_k: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    rms_weight: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    activation: str,
+    pre_scale: float,
+    post_scale: float,
+    query_residual: bool,
+    residual: bool,
+    eps: float,
+    validate: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_batch(NAME, q, k, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, read_offsets=True)
+    options = Options(max_seqlen_q, max_seqlen_k, activation, pre_scale, post_scale, query_residual, residual, eps)
+    parameters = Parameters(norm_weight, norm_bias, rms_weight)
+    # The matmuls inside keep their dtype although the caller may be under autocast.
+    with torch.autocast("cpu", enabled=False):
+        out, statistics = cpu.forward(q, k, v, offsets_q, offsets_k, parameters, options)
+    return out, *statistics
+
+
+@gdpa_norm_block_op.register_fake
+def _forward_fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    mean, rstd, rrms = (q.new_empty(q.shape[0], dtype=compute_dtype(q.dtype)) for _ in range(3))
+    return q.new_empty(q.shape), mean, rstd, rrms
+
+
+@torch.library.custom_op("gem_kernels::gdpa_norm_block_backward", mutates_args=(), device_types="cuda")
+def gdpa_norm_block_backward_op(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets_q: Tensor,
+    offsets_k: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    rms_weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    rrms: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    activation: str,
+    pre_scale: float,
+    post_scale: float,
+    query_residual: bool,
+    residual: bool,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and the three parameters, empty for absent ones; the same bits on every run."""
+    from gem_kernels._src.gdpa_norm_block.launch import launch_backward
+
+    options = Options(max_seqlen_q, max_seqlen_k, activation, pre_scale, post_scale, query_residual, residual, eps)
+    parameters, statistics = Parameters(norm_weight, norm_bias, rms_weight), Statistics(mean, rstd, rrms)
+    return launch_backward(do, q, k, v, offsets_q, offsets_k, parameters, statistics, options)
+
+
+@gdpa_norm_block_backward_op.register_kernel("cpu")
+def _backward_cpu(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets_q: Tensor,
+    offsets_k: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    rms_weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    rrms: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    activation: str,
+    pre_scale: float,
+    post_scale: float,
+    query_residual: bool,
+    residual: bool,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    options = Options(max_seqlen_q, max_seqlen_k, activation, pre_scale, post_scale, query_residual, residual, eps)
+    parameters, statistics = Parameters(norm_weight, norm_bias, rms_weight), Statistics(mean, rstd, rrms)
+    # The matmuls inside keep their dtype although the caller may be under autocast.
+    with torch.autocast("cpu", enabled=False):
+        return cpu.backward(do, q, k, v, offsets_q, offsets_k, parameters, statistics, options)
+
+
+@gdpa_norm_block_backward_op.register_fake
+def _backward_fake(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets_q: Tensor,
+    offsets_k: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    rms_weight: Tensor | None,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    features = q.shape[1] * q.shape[2]
+    dnorm_weight, dnorm_bias, drms_weight = (
+        q.new_empty(0 if x is None else features) for x in (norm_weight, norm_bias, rms_weight)
+    )
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dnorm_weight, dnorm_bias, drms_weight
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    *tensors_and_options, _validate = inputs
+    tensors, ctx.options = tensors_and_options[:8], tensors_and_options[8:]
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if do is None:
+        return (None,) * 17
+    saved = ctx.saved_tensors
+    dq, dk, dv, *dparameters = gdpa_norm_block_backward_op(do, *saved, *ctx.options)
+    given = (None if x is None else dx for x, dx in zip(saved[5:8], dparameters, strict=True))
+    return dq, dk, dv, None, None, *given, *(None,) * 9
+
+
+gdpa_norm_block_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+@register_flop_formula(torch.ops.gem_kernels.gdpa_norm_block, get_raw=True)
+def _forward_flops(
+    q: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_k: Tensor, *args: Any, **kwargs: Any
+) -> int:
+    return forward_flops(num_pairs(q, k, offsets_q, offsets_k, -1, -1), q.shape[1], q.shape[2], v.shape[2])
+
+
+@register_flop_formula(torch.ops.gem_kernels.gdpa_norm_block_backward, get_raw=True)
+def _backward_flops(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_k: Tensor, *args: Any, **kwargs: Any
+) -> int:
+    return backward_flops(num_pairs(q, k, offsets_q, offsets_k, -1, -1), q.shape[1], q.shape[2], v.shape[2])

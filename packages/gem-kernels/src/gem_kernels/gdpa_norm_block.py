@@ -1,0 +1,124 @@
+"""GDPA between its norms and residuals, as one op: the block around a personalised feed-forward network.
+
+Per row, over all heads together, with n = layer_norm(q): ``out = rms_norm(gdpa(n, k, v) + n) + q``. The norms and sums
+are two kernels around the attention, and the backward makes their intermediate rows again.
+
+Source: the GDPA block of Meta's GEM training posts and ads_model_kernel_library.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gem_kernels._src.autocast import autocast_operands
+from gem_kernels._src.gdpa.names import ACTIVATION_NAMES
+from gem_kernels._src.gdpa_norm_block.op import NAME, gdpa_norm_block_op
+from gem_kernels._src.validate import check_attention, check_same, check_scalar
+
+__all__ = ["gdpa_norm_block"]
+
+
+def gdpa_norm_block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    offsets_q: Tensor,
+    offsets_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    activation: str = "gelu",
+    pre_scale: float = 1.0,
+    post_scale: float = 1.0,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    rms_weight: Tensor | None = None,
+    query_residual: bool = True,
+    residual: bool = True,
+    eps: float = 1e-5,
+    validate: bool = False,
+) -> Tensor:
+    """Layer norm, activation attention, RMS norm and residuals of packed queries, sequence by sequence.
+
+    With rows of H * D numbers: ``n = layer_norm(q) * norm_weight + norm_bias``, ``s = gdpa(n, k, v) + n``,
+    ``out = rms_norm(s) * rms_weight + q``.
+
+    Shapes: B sequences, T_q / T_k packed rows, H query heads, H_kv key heads (H_kv divides H; query head h reads key
+    head ``h // (H / H_kv)``), D the head dim of q, k and v.
+
+    Args:
+        q: (T_q, H, D). float16, bfloat16 or float32 with H * D <= 16384; float64 too on CPU. Any strides; rows that
+            are not contiguous are copied.
+        k: (T_k, H_kv, D), dtype and device of q, as all floating point tensors.
+        v: (T_k, H_kv, D).
+        offsets_q: (B + 1,) int32 or int64 on q's device, from 0 to T_q (FlashAttention's ``cu_seqlens``).
+        offsets_k: (B + 1,), from 0 to T_k.
+        max_seqlen_q: Longest query sequence in tokens; an upper bound is allowed.
+        max_seqlen_k: Longest key sequence in tokens; an upper bound is allowed.
+        activation: Name of an activation of ``gem_kernels.gdpa``.
+        pre_scale: Factor on the scores, inside the activation.
+        post_scale: Factor on the activated scores.
+        norm_weight: (H * D,), of the layer norm.
+        norm_bias: (H * D,), of the layer norm.
+        rms_weight: (H * D,), of the RMS norm.
+        query_residual: Add the layer norm's output to the attention's.
+        residual: Add q to the RMS norm's output.
+        eps: Added to the variance and to the mean square.
+        validate: On CUDA, also check the values of the offsets, which waits for the device. On CPU they always are.
+
+    Returns:
+        (T_q, H, D) in the dtype of q, contiguous.
+
+    Raises:
+        ValueError: on a shape, device, activation, ``eps`` or offset that does not fit.
+        TypeError: on a dtype or argument type that does not fit.
+
+    Numerics: as ``gem_kernels.gdpa``; statistics and sums in float32 (float64 for float64), the attention's input and
+    output rounded to the dtype of q on CUDA. The forward keeps its inputs and three numbers per row; the backward runs
+    the layer norm and the attention again. Both give the same bits on every run. Under autocast all floating point
+    tensors are cast to the autocast dtype.
+    """
+    q, k, v = autocast_operands(q, k, v)
+    check_attention(NAME, q, k, v, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k)
+    if v.shape[2] != q.shape[2]:
+        raise ValueError(
+            f"{NAME}: `v` must have the head dim of `q`, {q.shape[2]}, which its output is added to, got {v.shape[2]}."
+        )
+    parameters = {"norm_weight": norm_weight, "norm_bias": norm_bias, "rms_weight": rms_weight}
+    for name, x in parameters.items():
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{NAME}: `{name}` must be a Tensor or None, got {type(x).__name__}.")
+        (parameters[name],) = (x,) = autocast_operands(x)
+        if x.dim() != 1 or x.shape[0] != q.shape[1] * q.shape[2]:
+            raise ValueError(
+                f"{NAME}: `{name}` must have shape (H * D,) = ({q.shape[1] * q.shape[2]},), got {tuple(x.shape)}."
+            )
+        check_same(NAME, {"q": q, name: x})
+    for name, value in (("pre_scale", pre_scale), ("post_scale", post_scale), ("eps", eps)):
+        check_scalar(NAME, name, value)
+    if eps < 0:
+        raise ValueError(f"{NAME}: `eps` must be >= 0, got {eps}.")
+    if activation not in ACTIVATION_NAMES:
+        raise ValueError(f"{NAME}: `activation` must be one of {', '.join(ACTIVATION_NAMES)}, got {activation!r}.")
+    out, *_ = gdpa_norm_block_op(
+        q,
+        k,
+        v,
+        offsets_q,
+        offsets_k,
+        parameters["norm_weight"],
+        parameters["norm_bias"],
+        parameters["rms_weight"],
+        max_seqlen_q,
+        max_seqlen_k,
+        activation,
+        float(pre_scale),
+        float(post_scale),
+        query_residual,
+        residual,
+        float(eps),
+        validate,
+    )
+    return out
