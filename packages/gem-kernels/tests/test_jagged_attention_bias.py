@@ -202,7 +202,7 @@ def test_interpreted_kernels_in_half_precision(interpreter, poisoned_empty):
 
 def test_interpreted_kernels_on_a_searched_grid(interpreter, poisoned_empty, monkeypatch):
     monkeypatch.setattr(launch, "_PADDED_GRID_FACTOR", 0)
-    x = attention_inputs((0, 70, 3, 0, 0, 33, 0), (5, 40, 0, 0, 7, 64, 0), num_heads=2, num_heads_kv=1)
+    x = attention_inputs((0, 40, 3, 0, 0, 33, 0), (5, 40, 0, 0, 7, 20, 0), num_heads=1)
     check(by_launch, x, make_tables(x), MASK_CASES[1])
 
 
@@ -211,16 +211,18 @@ def test_interpreted_kernels_write_dq_beside_dk_and_dv(interpreter, poisoned_emp
     from gem_kernels._src.jagged_attention import backward_dq
 
     monkeypatch.setattr(backward_dq, "_jagged_attention_bwd_dq_kernel", None)  # the second kernel must not be needed
-    x = attention_inputs((70, 3, 0, 33), (20, 0, 5, 32), num_heads=2, num_heads_kv=1)
+    x = attention_inputs((40, 3, 0, 33), (20, 0, 5, 32), num_heads=2, num_heads_kv=1)
     check(by_launch, x, make_tables(x))
 
 
 def test_interpreted_programs_share_the_tiles(interpreter, poisoned_empty, monkeypatch):
     from gem_kernels._src.jagged_attention import tables
 
-    monkeypatch.setattr(tables, "_NUM_PROGRAMS", 4)  # two programs per head walk all tiles; positions get one
-    x = attention_inputs((70, 3, 0, 33, 90, 1), (20, 0, 5, 32, 90, 40), num_heads=2)
-    check(by_launch, x, make_tables(x, radius=50))
+    monkeypatch.setattr(tables, "_NUM_PROGRAMS", 2)
+    monkeypatch.setattr(tables, "_CHUNKS", 2)  # several groups of distances
+    x = attention_inputs((40, 3, 0, 33, 1), (20, 0, 5, 40, 40), num_heads=1)
+    for radius in (6, 30):
+        check(by_launch, x, make_tables(x, radius=radius))
 
 
 def test_zero_tables_change_no_bit_of_the_scores():

@@ -94,9 +94,9 @@ def jagged_attention(
     Numerics: scores, softmax and sums in float32 (float64 for float64); probabilities are rounded to the dtype of v
     before the second matmul on CUDA. float32 inputs use full-precision matmuls, not TF32. Forward and backward give
     the same bits on every run. Under autocast q, k and v are cast to the autocast dtype; the tables are not, and are
-    added in float32. The gradients of the tables are summed without atomics, from partial sums of bounded size: at
-    most 1024 rows of a tile's 64 distances, or of the time buckets, in float32, on CUDA. They cost a second pass over
-    the pairs (two for pairs within P), only when a table requires a gradient.
+    added in float32. The gradients of the tables are summed without atomics, from partial sums of bounded size: on
+    CUDA at most 1024 rows of 512 distances and of the time buckets, in float32. They cost a second pass over the pairs
+    per table, only when a table requires a gradient.
     """
     q, k, v = autocast_operands(q, k, v)
     check_attention(

@@ -319,8 +319,16 @@ def launch_dkdv(
     write_dq = not pairing.broadcast_q and one_key_tile(select, q, v, max_seqlen_k, left, right, pairing.num_keys)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if write_dq else None
     widest = max(q.shape[2], v.shape[2])
-    config = select("dqdkdv" if write_dq else "dkdv", widest, q.dtype, capability_of(q), has_bias=bias.is_set)
-    config = fit_lengths(config, pairing.max_seqlen_q, max_seqlen_k)
+    config = select(
+        "dqdkdv" if write_dq else "dkdv",
+        widest,
+        q.dtype,
+        capability_of(q),
+        has_bias=bias.is_set,
+        shared_rows=pairing.indexed,
+    )
+    columns = shared["BLOCK_D"] + shared["BLOCK_DV"]
+    config = fit_lengths(config, pairing.max_seqlen_q, max_seqlen_k, columns_per_key=columns)
     grid = make_grid(
         "jagged_attention", pairing.offsets_k, k.shape[0], max_seqlen_k, config.block_n, num_heads_kv, padded=write_dq
     )

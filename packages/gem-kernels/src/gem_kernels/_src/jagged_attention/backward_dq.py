@@ -391,7 +391,8 @@ def launch_dq_of_seeds(
     shared: Mapping[str, Any],
 ) -> Tensor:
     """The dq (S, H, D), contiguous: partial sums over parts of the batch, then their sum, all in float32."""
-    config = select("dq", max(q.shape[2], v.shape[2]), q.dtype, capability_of(q), has_bias=bias.is_set)
+    widest = max(q.shape[2], v.shape[2])
+    config = select("dq", widest, q.dtype, capability_of(q), has_bias=bias.is_set, shared_rows=True)
     config = fit_lengths(config, pairing.max_seqlen_q, max_seqlen_k)
     num_seeds, num_heads, dim = q.shape
     num_tiles = -(-num_seeds // config.block_m)

@@ -26,22 +26,27 @@ _SMALL: Table = {
 
 
 def select(
-    kernel: Kernel, head_dim: int, dtype: torch.dtype, capability: tuple[int, int], *, has_bias: bool = False
+    kernel: Kernel,
+    head_dim: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    *,
+    has_bias: bool = False,
+    shared_rows: bool = False,
 ) -> TileConfig:
     """Configuration of one kernel; a pure function, so that all ranks of a job agree.
 
     ``head_dim`` is the larger of D and D_v. Short sequences shrink the tiles afterwards (``fit_lengths``). With a bias
     the streamed side of the tile is half as long, and wide forward tiles are smaller still: entries and gaps of all
-    pairs take registers.
+    pairs take registers. So do sums over the sequences that share seeds or keys (``shared_rows``) in the backward.
     """
     config = select_from(kernel, head_dim, dtype, capability, large=_LARGE, small=_SMALL)
-    if not has_bias:
-        return config
     block_m, block_n = config.block_m, config.block_n
-    if kernel in ("forward", "dq"):
-        block_n = max(16, block_n // 2)
-    else:
-        block_m = max(16, block_m // 2)
-    if kernel == "forward" and head_dim > 64:
+    if has_bias or (shared_rows and kernel != "forward" and head_dim > 64):
+        if kernel in ("forward", "dq"):
+            block_n = max(16, block_n // 2)
+        else:
+            block_m = max(16, block_m // 2)
+    if has_bias and kernel == "forward" and head_dim > 64:
         block_m, block_n = max(16, block_m // 2), min(block_n, 32)
     return dataclasses.replace(config, block_m=block_m, block_n=block_n)

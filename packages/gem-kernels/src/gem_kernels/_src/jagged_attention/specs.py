@@ -23,7 +23,7 @@ from gem_kernels._src.jagged_attention.forward import _jagged_attention_fwd_kern
 from gem_kernels._src.jagged_attention.tables import (
     _jagged_attention_bwd_position_kernel,
     _jagged_attention_bwd_time_kernel,
-    tile_rows,
+    select_square,
 )
 
 _KERNELS: dict[Kernel, Any] = {
@@ -41,6 +41,7 @@ _BIAS_TYPES = {
     "times_k_ptr": "*i64",
     "partial_ptr": "*fp32",
     "ends_ptr": "*fp32",
+    "tile_sequences_ptr": "*i64",
 }
 _NO_BIAS = dict.fromkeys(("position_ptr", "time_ptr", "times_q_ptr", "times_k_ptr"))
 
@@ -58,9 +59,8 @@ def _bias_flags(bias: bool) -> dict[str, Any]:
 
 def _table_specs(dtype: torch.dtype, dim: int, target: int) -> list[CompileSpec]:
     """The two kernels of the table gradients, for all keys and for a window."""
-    rows, num_warps = tile_rows(dim, dtype)
-    config = TileConfig(block_m=rows, block_n=rows, num_warps=num_warps, num_stages=1)
-    constexprs = {**_bias_flags(True), "HAS_ENDS": True, "BUCKETS": 64, "BROADCAST_Q": False}
+    config = select_square(dim, dtype, (target // 10, 0))
+    constexprs = {**_bias_flags(True), "HAS_ENDS": True, "BUCKETS": 64, "CHUNKS": 8, "BROADCAST_Q": False}
     return [
         _with_types(
             attention_spec(
@@ -94,11 +94,13 @@ def _spec(
     seeds: bool = False,
     search: bool = False,
 ) -> CompileSpec:
+    shared_rows = seeds or (requests and name != "dq")
+    config = select(name, dim, dtype, (target // 10, 0), has_bias=bias, shared_rows=shared_rows)
     return _with_types(
         attention_spec(
             f"{name}-{TRITON_NAMES[dtype]}-{dim}-sm{target}{suffix}",
             _jagged_attention_bwd_dq_seeds_kernel if seeds and name == "dq" else _KERNELS[name],
-            fit_lengths(select(name, dim, dtype, (target // 10, 0), has_bias=bias), *lengths),
+            fit_lengths(config, *lengths, columns_per_key=2 * power_of_two(dim) if name in ("dkdv", "dqdkdv") else 0),
             dtype,
             dim,
             target=target,
@@ -121,6 +123,7 @@ def compile_specs() -> Sequence[CompileSpec]:
                 specs.append(_spec(name, torch.bfloat16, 128, target, "-window", window=True))
                 for dim in (64, 128, 256):
                     specs.append(_spec(name, torch.bfloat16, dim, target, "-seeds", seeds=True, requests=dim == 128))
+                specs.append(_spec(name, torch.bfloat16, 128, target, "-seeds-bias", seeds=True, bias=True))
                 specs.append(_spec(name, torch.bfloat16, 128, target, "-request", requests=True, window=True))
                 specs.append(_spec(name, torch.bfloat16, 128, target, "-request-bias", requests=True, bias=True))
             else:
@@ -142,5 +145,6 @@ def compile_specs() -> Sequence[CompileSpec]:
         if name != "dqdkdv":
             specs.append(_spec(name, torch.bfloat16, 64, 90, "-search", search=True))
         specs.append(_spec(name, torch.bfloat16, 64, 90, "-q8", lengths=(8, 4096)))
+        specs.append(_spec(name, torch.bfloat16, 128, 90, "-q32", lengths=(32, 4096), seeds=name != "dqdkdv"))
         specs.append(_spec(name, torch.bfloat16, 64, 90, "-k16", lengths=(4096, 16)))
     return specs

@@ -7,8 +7,10 @@ at most ``_NUM_PROGRAMS`` rows whatever the batch is, are added in order afterwa
 Time buckets: a tile of pairs meets few buckets, for gaps are logarithmic and events lie in order of time, so the
 kernel takes the tile's smallest and largest bucket and sums each one in between. Any order of times is right.
 
-Positions: a tile of queries m and the keys from m + c on hold the diagonals j - i = c, c + 1, ...; shifting row i by i
-turns them into columns. Distances beyond the table's reach belong to its two end entries, which the first kernel sums.
+Positions: a tile of queries from m and keys from m + c on holds the diagonals j - i around c; shifting
+row i by i turns them into columns. A program walks several such tiles of one query tile, so that all but the outermost
+give both halves of their diagonals. Distances beyond the table's reach belong to its two end entries, which the first
+kernel sums.
 """
 
 from __future__ import annotations
@@ -20,28 +22,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gem_kernels._src.attention.configs import power_of_two, precision_of
-from gem_kernels._src.attention.launch import clamp_window, device_guard, unit_stride
+from gem_kernels._src.attention.configs import TileConfig, power_of_two, precision_of
+from gem_kernels._src.attention.launch import capability_of, clamp_window, device_guard, unit_stride
 from gem_kernels._src.jagged_attention.backward import launch_delta
 from gem_kernels._src.jagged_attention.backward_dkdv import load_log2_lse
 from gem_kernels._src.jagged_attention.bias import Bias, pair_with_bias
 from gem_kernels._src.jagged_attention.bias_tiles import add_bias, load_times, time_bucket
 from gem_kernels._src.jagged_attention.forward import RUNTIME_SIZES
-from gem_kernels._src.tiles.index import find_sequence, key_sequence
+from gem_kernels._src.tiles.index import key_sequence
 from gem_kernels._src.tiles.mask import key_range, pair_mask
 from gem_kernels._src.tiles.memory import load_row_scalars, load_rows, sequence_bounds
 
 _LOG2E = tl.constexpr(math.log2(math.e))
 _NUM_PROGRAMS = 1024
 """Programs of one launch, over all heads and chunks: enough to fill a GPU, few enough for small partials."""
-_SIZES = [*RUNTIME_SIZES, "num_parts", "num_chunks", "lowest"]
+_SIZES = [*RUNTIME_SIZES, "num_parts", "num_groups", "lowest"]
+_CHUNKS = 8
+"""Chunks of distances per program of the position kernel: one tile in nine gives only half of its diagonals."""
 
 
-def tile_rows(head_dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """(rows, warps) of the square tiles of both kernels; the keys of the position kernel are twice as many."""
-    if dtype == torch.float32:
-        return 16, 4
-    return (64, 8) if head_dim <= 128 else (32, 8)
+def select_square(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> TileConfig:
+    """Configuration of both kernels, whose tiles are square and fit every GPU; only Hopper has room for two stages."""
+    rows, num_warps = (16, 4) if dtype == torch.float32 else (64, 8) if head_dim <= 128 else (32, 8)
+    return TileConfig(block_m=rows, block_n=rows, num_warps=num_warps, num_stages=2 if capability[0] == 9 else 1)
 
 
 @triton.jit
@@ -109,7 +112,8 @@ def _jagged_attention_bwd_time_kernel(
     ends_ptr,  # (num_parts, H, 2) float32, written only if HAS_ENDS
     offsets_q_ptr,  # (B + 1,)
     offsets_k_ptr,  # (R + 1,), R = B without request_index
-    tile_offsets_ptr,  # (B + 1,) int64
+    tile_offsets_ptr,  # (B + 1,) int64, query tiles before each sequence
+    tile_sequences_ptr,  # int64, the sequence of each query tile
     request_index_ptr,  # (B,) or None
     position_ptr,  # (H, 2 * radius + 1) float32, read only if HAS_POSITION
     time_ptr,  # (H, num_buckets) float32, read only if HAS_TIME
@@ -125,7 +129,6 @@ def _jagged_attention_bwd_time_kernel(
     stride_doh,
     num_sequences,
     num_parts,
-    num_steps,
     left,
     right,
     scale,
@@ -166,7 +169,7 @@ def _jagged_attention_bwd_time_kernel(
     above = tl.zeros([BLOCK_M], dtype=tl.float32)
     num_tiles = tl.load(tile_offsets_ptr + num_sequences).to(tl.int32)
     for tile in range(part, num_tiles, num_parts):
-        b = find_sequence(tile_offsets_ptr, tile, num_sequences, num_steps)
+        b = tl.load(tile_sequences_ptr + tile)
         first = (tile - tl.load(tile_offsets_ptr + b)).to(tl.int32) * BLOCK_M
         start_q, len_q = sequence_bounds(offsets_q_ptr, b)
         start_k, len_k = sequence_bounds(offsets_k_ptr, key_sequence(request_index_ptr, b))
@@ -224,10 +227,11 @@ def _jagged_attention_bwd_position_kernel(
     do_ptr,  # (T_q, H, D_v)
     lse_ptr,  # (T_q, H) float32
     delta_ptr,  # (T_q, H) float32
-    partial_ptr,  # (num_parts, H, num_chunks * BLOCK_M) float32
+    partial_ptr,  # (num_parts, H, num_groups, CHUNKS, BLOCK_M) float32
     offsets_q_ptr,  # (B + 1,)
     offsets_k_ptr,  # (R + 1,), R = B without request_index
-    tile_offsets_ptr,  # (B + 1,) int64
+    tile_offsets_ptr,  # (B + 1,) int64, query tiles before each sequence
+    tile_sequences_ptr,  # int64, the sequence of each query tile
     request_index_ptr,  # (B,) or None
     position_ptr,  # (H, 2 * radius + 1) float32
     time_ptr,  # (H, num_buckets) float32, read only if HAS_TIME
@@ -243,8 +247,7 @@ def _jagged_attention_bwd_position_kernel(
     stride_doh,
     num_sequences,
     num_parts,
-    num_chunks,
-    num_steps,
+    num_groups,
     lowest,  # distance j - i of the first column
     left,
     right,
@@ -255,7 +258,8 @@ def _jagged_attention_bwd_position_kernel(
     GROUP: tl.constexpr,  # query heads per key head
     D: tl.constexpr,
     D_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,  # queries of a tile and distances of a chunk
+    CHUNKS: tl.constexpr,  # power of two
+    BLOCK_M: tl.constexpr,  # queries and keys of a tile, distances of a chunk
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BROADCAST_Q: tl.constexpr,
@@ -266,10 +270,10 @@ def _jagged_attention_bwd_position_kernel(
     TIME_SHIFT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Sum dS over the diagonals j - i = lowest + chunk * BLOCK_M + [0, BLOCK_M) of this program's query tiles."""
+    """Sum dS by distance j - i, from lowest + group * CHUNKS * BLOCK_M on, over this program's query tiles."""
     head = (tl.program_id(0) % num_heads).to(tl.int64)
-    chunk = tl.program_id(0) // num_heads % num_chunks
-    part = tl.program_id(0) // num_heads // num_chunks
+    group = tl.program_id(0) // num_heads % num_groups
+    part = tl.program_id(0) // num_heads // num_groups
     q_ptr += head * stride_qh
     do_ptr += head * stride_doh
     k_ptr += head // GROUP * stride_kh
@@ -277,42 +281,53 @@ def _jagged_attention_bwd_position_kernel(
     position_ptr += head * (2 * radius + 1)
     if HAS_TIME:
         time_ptr += head * num_buckets
-    distance = lowest + chunk * BLOCK_M
+    distance = lowest + group * (CHUNKS * BLOCK_M)
     local = tl.arange(0, BLOCK_M)
-    shift = local[:, None] + local[None, :]  # row i's key of diagonal c lies at i + c of the key tile
-    sums = tl.zeros([BLOCK_M], dtype=tl.float32)
+    # Row i has diagonal c of a tile at key i + c, and, wrapped around, that of the chunk before at i + c - BLOCK_M.
+    key = local[:, None] + local[None, :]
+    chunks = tl.arange(0, CHUNKS)[:, None]
+    sums = tl.zeros([CHUNKS, BLOCK_M], dtype=tl.float32)
     num_tiles = tl.load(tile_offsets_ptr + num_sequences).to(tl.int32)
     for tile in range(part, num_tiles, num_parts):
-        b = find_sequence(tile_offsets_ptr, tile, num_sequences, num_steps)
+        b = tl.load(tile_sequences_ptr + tile)
         first = (tile - tl.load(tile_offsets_ptr + b)).to(tl.int32) * BLOCK_M
         start_q, len_q = sequence_bounds(offsets_q_ptr, b)
         start_k, len_k = sequence_bounds(offsets_k_ptr, key_sequence(request_index_ptr, b))
-        n = first + distance
-        if (n < len_k) & (n + 2 * BLOCK_M > 0):
+        first_n = first + distance
+        start = tl.maximum(-first_n, 0) // BLOCK_M
+        stop = tl.minimum(tl.maximum(len_k - first_n + BLOCK_M - 1, 0) // BLOCK_M, CHUNKS + 1)
+        if start < stop:
             row = start_q * num_heads + head
             first_q = start_q * 0 if BROADCAST_Q else start_q
             q = load_rows(q_ptr + first_q * stride_qt, first, len_q, stride_qt, BLOCK_M, D, BLOCK_D)
             do = load_rows(do_ptr + start_q * stride_dot, first, len_q, stride_dot, BLOCK_M, D_V, BLOCK_DV)
             lse = load_log2_lse(lse_ptr + row, first, len_q, num_heads, BLOCK_M)
             delta = load_row_scalars(delta_ptr + row, first, len_q, num_heads, BLOCK_M, 0.0)
-            k = _load_rows_from(k_ptr + start_k * stride_kt, n, len_k, stride_kt, 2 * BLOCK_M, D, BLOCK_D)
-            v = _load_rows_from(v_ptr + start_k * stride_vt, n, len_k, stride_vt, 2 * BLOCK_M, D_V, BLOCK_DV)
             offs_m = first + local
-            offs_n = n + tl.arange(0, 2 * BLOCK_M)
             times_m = offs_m
-            times_n = offs_n
             if HAS_TIME:
                 times_m = load_times(times_q_ptr + start_q, first, len_q, BLOCK_M, HAS_TIME)
-                times_n = _load_times_from(times_k_ptr + start_k, n, len_k, 2 * BLOCK_M, HAS_TIME)
-            mask = pair_mask(offs_m[:, None], offs_n[None, :], len_k, left, right, HAS_LEFT, HAS_RIGHT)
-            mask = mask & (offs_n >= 0)[None, :] & (offs_m < len_q)[:, None]
-            ds = _score_gradient(
-                q, do, k, v, lse, delta, position_ptr, time_ptr, offs_m, offs_n, times_m, times_n, mask,
-                scale * _LOG2E, radius, num_buckets, HAS_POSITION, HAS_TIME, TIME_SHIFT, PRECISION,
-            )  # fmt: skip
-            sums += tl.sum(tl.gather(ds, shift, 1), 0)
-    slot = (part.to(tl.int64) * num_heads + head) * num_chunks + chunk
-    tl.store(partial_ptr + slot * BLOCK_M + local, sums)
+            for chunk in range(start, stop):
+                n = first_n + chunk * BLOCK_M
+                k = _load_rows_from(k_ptr + start_k * stride_kt, n, len_k, stride_kt, BLOCK_M, D, BLOCK_D)
+                v = _load_rows_from(v_ptr + start_k * stride_vt, n, len_k, stride_vt, BLOCK_M, D_V, BLOCK_DV)
+                offs_n = n + local
+                times_n = offs_n
+                if HAS_TIME:
+                    times_n = _load_times_from(times_k_ptr + start_k, n, len_k, BLOCK_M, HAS_TIME)
+                mask = pair_mask(offs_m[:, None], offs_n[None, :], len_k, left, right, HAS_LEFT, HAS_RIGHT)
+                mask = mask & (offs_n >= 0)[None, :] & (offs_m < len_q)[:, None]
+                ds = _score_gradient(
+                    q, do, k, v, lse, delta, position_ptr, time_ptr, offs_m, offs_n, times_m, times_n, mask,
+                    scale * _LOG2E, radius, num_buckets, HAS_POSITION, HAS_TIME, TIME_SHIFT, PRECISION,
+                )  # fmt: skip
+                columns = tl.gather(ds, key % BLOCK_M, 1)
+                own = tl.sum(tl.where(key < BLOCK_M, columns, 0.0), 0)
+                before = tl.sum(tl.where(key < BLOCK_M, 0.0, columns), 0)
+                sums += tl.where(chunks == chunk, own[None, :], 0.0)
+                sums += tl.where(chunks == chunk - 1, before[None, :], 0.0)
+    slot = ((part.to(tl.int64) * num_heads + head) * num_groups + group) * CHUNKS
+    tl.store(partial_ptr + (slot + chunks) * BLOCK_M + local[None, :], sums)
 
 
 def launch_table_gradients(
@@ -335,8 +350,8 @@ def launch_table_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients (H, 2 P + 1) of the position table and (H, num_buckets) of the time table, float32.
 
-    Memory on top: partials of at most ``_NUM_PROGRAMS`` times a tile's rows (64) or the buckets, in float32, or, where
-    a table needs more programs than that, one copy of the table.
+    Memory on top: partials of at most ``_NUM_PROGRAMS`` times 512 distances or the buckets, in float32 (2 MiB; 256 KiB
+    for 64 buckets), or, where a table needs more programs than that, one copy of the table.
     """
     do, q, k, v = (unit_stride(x) for x in (do, q, k, v))
     out, lse = out.contiguous(), lse.contiguous()
@@ -350,14 +365,15 @@ def launch_table_gradients(
     left, right = clamp_window(left, right)
     pairing = pair_with_bias(q, offsets_q, offsets_k, request_index, max_seqlen_q, left, right, bias)
     num_sequences = pairing.num_queries
-    rows, num_warps = tile_rows(max(dim, dim_v), q.dtype)
+    config = select_square(max(dim, dim_v), q.dtype, capability_of(q))
+    rows = config.block_m
     # As a searched grid: the tiles before each sequence, known on the device only; the host knows a bound.
     tiles = (torch.diff(pairing.offsets_q.to(torch.int64)) + (rows - 1)) // rows
     tile_offsets = torch.nn.functional.pad(torch.cumsum(tiles, 0), (1, 0))
     bound = total_q // rows + num_sequences
-    inputs = (pairing.offsets_q, pairing.offsets_k, tile_offsets, pairing.request_index, *bias[:4])
+    tile_sequences = torch.searchsorted(tile_offsets[1:].contiguous(), torch.arange(bound, device=q.device), right=True)
+    inputs = (pairing.offsets_q, pairing.offsets_k, tile_offsets, tile_sequences, pairing.request_index, *bias[:4])
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *do.stride()[:2])
-    num_steps = num_sequences.bit_length()
     shared = {
         "GROUP": num_heads // num_heads_kv,
         "D": dim,
@@ -369,8 +385,8 @@ def launch_table_gradients(
         "HAS_LEFT": left >= 0,
         "HAS_RIGHT": right >= 0,
         "PRECISION": precision_of(q.dtype),
-        "num_warps": num_warps,
-        "num_stages": 1,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
         **bias.flags(),
     }
     # Distances that can occur, and of them those with an entry of their own.
@@ -398,7 +414,6 @@ def launch_table_gradients(
                 *strides,
                 num_sequences,
                 num_parts,
-                num_steps,
                 left,
                 right,
                 scale,
@@ -415,10 +430,13 @@ def launch_table_gradients(
             if dposition is not None and has_ends:
                 dposition[:, :: max(2 * bias.radius, 1)] += ends.sum(0) if bias.radius else ends.sum((0, 2))[:, None]
         if dposition is not None and lowest <= highest:
-            num_chunks = -(-(highest - lowest + 1) // rows)
-            num_parts = max(1, min(bound, _NUM_PROGRAMS // (num_heads * num_chunks)))
-            partial = torch.empty(num_parts, num_heads, num_chunks * rows, dtype=torch.float32, device=q.device)
-            _jagged_attention_bwd_position_kernel[(num_parts * num_chunks * num_heads,)](
+            width = highest - lowest + 1
+            num_groups = -(-width // (_CHUNKS * rows))
+            num_parts = max(1, min(bound, _NUM_PROGRAMS // (num_heads * num_groups)))
+            partial = torch.empty(
+                num_parts, num_heads, num_groups * _CHUNKS * rows, dtype=torch.float32, device=q.device
+            )
+            _jagged_attention_bwd_position_kernel[(num_parts * num_groups * num_heads,)](
                 q,
                 k,
                 v,
@@ -430,8 +448,7 @@ def launch_table_gradients(
                 *strides,
                 num_sequences,
                 num_parts,
-                num_chunks,
-                num_steps,
+                num_groups,
                 lowest,
                 left,
                 right,
@@ -439,8 +456,8 @@ def launch_table_gradients(
                 bias.radius,
                 bias.num_buckets,
                 num_heads,
+                CHUNKS=_CHUNKS,
                 **shared,
             )
-            width = highest - lowest + 1
             dposition[:, lowest + bias.radius : highest + bias.radius + 1] += partial.sum(0)[:, :width]
     return dposition, dtime
