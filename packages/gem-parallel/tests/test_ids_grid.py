@@ -51,6 +51,26 @@ def train(module, batch):
     return {name: each.detach() for name, each in outputs.items()}
 
 
+def rank_settings(rank, world_size, folder):
+    mesh = ParallelDims.for_world(world_size, sparse_replicate=2).build_mesh("cpu").sparse
+    found = {}
+    for name, options in {"seed": {"seed": int(rank == 2)}, "rows": {}, "equal": {}}.items():
+        tables = [TableConfig(name="t", num_rows=10 + (name == "rows" and rank in (1, 3)), dim=8)]
+        try:
+            ShardedEmbeddings(tables, [], optimizer=SparseOptimizerConfig(), mesh=mesh, **options)
+            found[name] = None
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_settings_that_differ_between_ranks_are_refused_on_all(ranks):
+    for found in ranks("rank_settings", 4):
+        assert "must be equal on all ranks, got other ones on ranks [2] than on rank 0" in found["seed"]
+        assert "got other ones on ranks [1, 3] than on rank 0" in found["rows"]
+        assert found["equal"] is None
+
+
 def rank_ids(rank, world_size, folder):
     mesh = ParallelDims.for_world(world_size, sparse_replicate=2).build_mesh("cpu").sparse
     module = make(mesh, "error")

@@ -24,7 +24,7 @@ from gem_parallel._src.embeddings.config import (
 from gem_parallel._src.embeddings.engine import Engine
 from gem_parallel._src.embeddings.exchange import Exchanger
 from gem_parallel._src.embeddings.faults import raise_local, raise_ranks
-from gem_parallel._src.embeddings.grid import make_grid
+from gem_parallel._src.embeddings.grid import check_agreement, make_grid
 from gem_parallel._src.embeddings.ids import BatchReport, flatten_ids
 from gem_parallel._src.embeddings.initial import fill_initial
 from gem_parallel._src.embeddings.layout import check_local_rows, make_groups, make_shards
@@ -125,6 +125,9 @@ class ShardedEmbeddings(nn.Module):
         self.wire_dtype = wire_dtype
         self.device = _resolve_device(device, mesh)
         several = mesh is not None and needs_exchange(mesh)
+        if mesh is not None and several:
+            choices = (optimizer, seed, weight_dtype, id_policy, wire_dtype, gather, keep_gathered)
+            check_agreement(mesh, self.device, (self.tables, self.features, choices))
         num_shards, num_replicas = _shape_of(mesh) if mesh is not None and several else (1, 1)
         self._shards = make_shards(self.tables, num_shards, num_replicas)
         check_local_rows(self._shards)
