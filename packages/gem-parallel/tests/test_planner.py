@@ -373,6 +373,7 @@ def test_bad_rates(tmp_path):
         (lambda: Workload(samples_per_rank=0), ValueError, "`samples_per_rank` must be finite and at least 1"),
         (lambda: Workload(samples_per_rank=1, imbalance=0.5), ValueError, "`imbalance` must be finite and at least 1"),
         (lambda: Workload(samples_per_rank=1, recompute=2), ValueError, "`recompute` must be below 1 or 1, got 2"),
+        (lambda: Workload(samples_per_rank=1, table_gather="x"), ValueError, "`table_gather` must be one of tables"),
         (lambda: Workload(samples_per_rank=1, gather_bytes=3), ValueError, "`gather_bytes` must be 1, 2 or 4, got 3"),
         (lambda: explain(make_model(), POD, ParallelDims(), WORK), ValueError, "as many GPUs as `dims` has ranks, 1"),
         (
@@ -427,6 +428,13 @@ def test_copies_keep_slices():
     copies = [moment.bytes[CATEGORIES.index("table copies")] for moment in four.memory.moments]
     assert copies[0] > 0
     assert set(copies[1:]) == {0.0}
+    fetched = explain(
+        model, POD, ParallelDims.for_world(32, dp_replicate=2, sparse_replicate=4), replace(WORK, table_gather="rows")
+    )
+    assert all(moment.bytes[CATEGORIES.index("table copies")] == 0 for moment in fetched.memory.moments)
+    names = {each.name for each in fetched.collectives}
+    assert "rows between copies" in names
+    assert "table slices" not in names
     assert {each.tier for each in four.collectives if each.axis == "sparse_replicate"} == {"host"}
     exchanged = [each for each in four.collectives if each.name == "rows"]
     assert exchanged[0].tier_messages[1] < 8  # one rank per host of a zone, where one copy has all of them

@@ -150,11 +150,11 @@ def rank_dense(rank, world_size, folder):
     return results
 
 
-def rank_sparse(rank, world_size, folder, replicas):
+def rank_sparse(rank, world_size, folder, replicas, gather):
     mesh = ParallelDims.for_world(world_size, sparse_replicate=replicas).build_mesh("cpu").sparse
     tables = [TableConfig(name=t.name, num_rows=t.num_rows, dim=t.dim, placement=t.kind) for t in TABLES]
     features = [FeatureConfig(name=t.name, table=t.name, pooling=t.pooling) for t in TABLES]
-    embeddings = ShardedEmbeddings(tables, features, optimizer=SparseOptimizerConfig(), mesh=mesh)
+    embeddings = ShardedEmbeddings(tables, features, optimizer=SparseOptimizerConfig(), mesh=mesh, gather=gather)
     ids = {}
     for table in TABLES:
         count = int(SAMPLES * table.ids_per_sample)
@@ -173,13 +173,15 @@ def dense(request, ranks):
     return request.param, ranks("rank_dense", request.param)
 
 
-@pytest.fixture(
-    scope="module", params=[(2, 1), (4, 1), (4, 2), (2, 2)], ids=lambda param: f"{param[0]}, {param[1]} copies"
-)
+GRIDS = [(2, 1, "tables"), (4, 1, "tables"), (4, 2, "tables"), (4, 2, "rows"), (2, 2, "tables")]
+
+
+@pytest.fixture(scope="module", params=GRIDS, ids=lambda param: "{}, {} copies, {}".format(*param))
 def sparse(request, ranks):
-    world_size, replicas = request.param
+    world_size, replicas, gather = request.param
     dims = ParallelDims.for_world(world_size, sparse_replicate=replicas)
-    return dims, ranks("rank_sparse", world_size, replicas=replicas)
+    results = ranks("rank_sparse", world_size, replicas=replicas, gather=gather)
+    return dims, predict(dims, TABLES, table_gather=gather), results
 
 
 def predict(dims, tables=(), **sizes):
@@ -211,13 +213,12 @@ def by_kind(calls, kind):
 
 
 def test_sparse_bytes(sparse):
-    dims, results = sparse
-    report = predict(dims, TABLES)
+    dims, report, results = sparse
     expected = report.sparse.all()
     assert {each.axis for each in expected} == {
         axis for axis in ("sparse_shard", "sparse_replicate") if getattr(dims, axis) > 1
     }
-    for kind in ("all_to_all", "all_gather"):
+    for kind in {each.kind for each in expected}:
         planned = [each for each in expected if each.kind == kind]
         calls = [by_kind(each, kind) for each in results]
         assert all(len(each) == len(calls[0]) for each in calls)
@@ -235,8 +236,7 @@ def test_sparse_bytes(sparse):
 
 
 def test_what_each_rank_serves(sparse):
-    dims, results = sparse
-    report = predict(dims, TABLES)
+    dims, report, results = sparse
     plan, replicas = report.tables, dims.sparse_replicate
     if dims.sparse_shard == 1:
         return

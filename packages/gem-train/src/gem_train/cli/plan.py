@@ -131,6 +131,7 @@ def _inputs(args: argparse.Namespace) -> Inputs:
         "gather_bytes": BYTES.get(args.gather),
         "reduce_bytes": BYTES.get(args.reduce),
         "row_bytes": BYTES.get(args.rows),
+        "table_gather": args.copies,
         "recompute": args.recompute,
         "imbalance": args.imbalance,
         "contention": args.contention,

@@ -62,6 +62,9 @@ def _action(
     ):
         parser.add_argument(option, choices=("float32", "bfloat16"), help=f"dtype of {what}")
     parser.add_argument(
+        "--copies", choices=("tables", "rows"), help="what a lookup fetches from the other copies of a table"
+    )
+    parser.add_argument(
         "--recompute", type=float, metavar="SHARE", help="part of forward that backward repeats, 0 to 1"
     )
     parser.add_argument("--imbalance", type=float, metavar="X", help="dense work of the heaviest rank / mean")

@@ -118,6 +118,7 @@ RECIPE = PlanRecipe(
         gather_bytes=2,
         reduce_bytes=4,
         row_bytes=2,
+        table_gather="rows",
         recompute=0.4,
         imbalance=1.05,
         contention=0.15,

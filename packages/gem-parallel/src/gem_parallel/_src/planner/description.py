@@ -175,6 +175,9 @@ class Workload:
     """Per element of a reduced gradient (``ParallelPlan.reduce_dtype``)."""
     row_bytes: int = 4
     """Per element of an embedding row on the wire."""
+    table_gather: Literal["tables", "rows"] = "tables"
+    """What a lookup fetches from the other copies' slices: all rows, or those of the batch (``ShardedEmbeddings``'
+    ``gather``)."""
     dense_state_bytes: int = 8
     """Optimizer state per dense parameter; AdamW in float32 holds two moments."""
     sparse_optimizer: Literal["rowwise_adagrad", "adagrad", "adam", "sgd"] = "rowwise_adagrad"
@@ -192,6 +195,8 @@ class Workload:
         for name in ("gather_bytes", "reduce_bytes", "row_bytes"):
             if getattr(self, name) not in (1, 2, 4):
                 raise ValueError(f"{owner}: `{name}` must be 1, 2 or 4, got {getattr(self, name)}")
+        if self.table_gather not in ("tables", "rows"):
+            raise ValueError(f"{owner}: `table_gather` must be one of tables, rows, got {self.table_gather!r}")
         _require(owner, "dense_state_bytes", self.dense_state_bytes, low=0, integer=True)
         if self.sparse_optimizer not in ("rowwise_adagrad", "adagrad", "adam", "sgd"):
             raise ValueError(

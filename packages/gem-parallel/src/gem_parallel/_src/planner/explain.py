@@ -244,6 +244,10 @@ def _changes(report: PlanReport, strategy: Strategy, kinds: Sequence[TableKind])
         tries["reduce gradients in bfloat16"] = lambda: predict(workload=replace(workload, reduce_bytes=2))
     if workload.row_bytes == 4 and model.tables:
         tries["embedding rows in 16 bits on the wire"] = lambda: predict(workload=replace(workload, row_bytes=2))
+    if workload.table_gather == "tables" and dims.sparse_replicate > 1 and model.tables:
+        tries["fetch the batch's rows of table copies, not whole tables"] = lambda: predict(
+            workload=replace(workload, table_gather="rows")
+        )
     if workload.imbalance > 1:
         tries["balance the lengths of histories over ranks"] = lambda: predict(
             workload=replace(workload, imbalance=1.0)

@@ -71,7 +71,8 @@ def plan_memory(
     replicas = dims.sparse_replicate
     tables = [max(plan.rest_bytes, default=0.0) / replicas, max(plan.state_bytes, default=0.0) / replicas]
     # What is sent is a copy of the slice at rest, and what arrives holds all slices.
-    copies = max(plan.gathered_bytes, default=0.0) * (1 + 1 / replicas) if replicas > 1 else 0.0
+    gathers = replicas > 1 and workload.table_gather == "tables"
+    copies = max(plan.gathered_bytes, default=0.0) * (1 + 1 / replicas) if gathers else 0.0
     requested = plan.requested_bytes * workload.row_bytes / 4
     served = max(plan.served_bytes, default=0.0) * workload.row_bytes / 4 if dims.sparse_shard > 1 else 0.0
     outputs = sum(table.outputs_per_sample * table.dim * 4 for table in model.tables) * samples

@@ -224,9 +224,10 @@ def _schedule(
     gathered = [0.0] * len(units)
     gathered[0] = clock.send(units[0].forward_gather, "gather")
     slices = clock.send(sparse.slices, "copies")
-    clock.send(sparse.slice_ids, "copies")
-    looked_up = clock.compute("lookup", seconds.lookup * scales.tables, [slices])
-    rows = clock.send(sparse.rows, "sparse", looked_up)
+    asked = clock.send(sparse.slice_ids, "copies")
+    ready = slices if sparse.slice_rows is None else asked
+    looked_up = clock.compute("lookup", seconds.lookup * scales.tables, [ready])
+    rows = clock.send(sparse.rows, "sparse", clock.send(sparse.slice_rows, "copies", looked_up))
     counted = clock.send(sparse.copy_counts, "copies", clock.send(sparse.counts, "sparse", rows))
     clock.send(sparse.ids, "sparse", counted)
     clock.compute("pooling", seconds.pooling * scales.tables, [rows])

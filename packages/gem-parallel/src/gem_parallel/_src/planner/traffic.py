@@ -117,7 +117,8 @@ class SparseTraffic:
     """Collectives of the tables; None where nothing is sent.
 
     Those of sparse_shard carry ids, rows and gradients between the ranks of one copy. Those of sparse_replicate put the
-    slices that the replicas keep at rest together for a lookup, and bring ids and gradients to the slice they change.
+    slices that the replicas keep at rest together for a lookup, or fetch the batch's rows of them, and bring ids and
+    gradients to the slice they change.
     """
 
     counts: Collective | None
@@ -125,6 +126,7 @@ class SparseTraffic:
     ids: Collective | None
     slices: Collective | None
     slice_ids: Collective | None
+    slice_rows: Collective | None
     rows: Collective | None
     gradients: Collective | None
     slice_gradients: Collective | None
@@ -138,6 +140,7 @@ class SparseTraffic:
             self.ids,
             self.slices,
             self.slice_ids,
+            self.slice_rows,
             self.rows,
             self.gradients,
             self.slice_gradients,
@@ -175,7 +178,10 @@ def sparse_traffic(
         found["rows"] = exchange("rows", "forward", group, rows, times)
         found["gradients"] = exchange("row gradients", "backward", group, rows, times)
         if copies.degree > 1:
-            found["slices"] = all_gather("table slices", "forward", copies, max(plan.gathered_bytes), topology)
+            if workload.table_gather == "tables":
+                found["slices"] = all_gather("table slices", "forward", copies, max(plan.gathered_bytes), topology)
+            else:
+                found["slice_rows"] = exchange("rows between copies", "forward", copies, rows, times)
             found["slice_ids"] = exchange("ids between copies", "forward", copies, ids, times)
             found["slice_gradients"] = exchange("row gradients between copies", "backward", copies, rows, times)
     if plan.replicated_bytes and dims.world_size > 1:
