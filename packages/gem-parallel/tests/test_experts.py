@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from gem_parallel._src.experts import is_expert_parameter, local_experts
-from gem_parallel.experts import ExpertParallel
+from gem_parallel.experts import ExpertParallel, exchange_counts
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 5, 8])
@@ -33,6 +33,12 @@ def test_marks_survive_the_replacement_of_parameters():
     nn.init.ones_(layer.experts["0"].weight)
     layer(torch.ones(1, 3))
     assert all(is_expert_parameter(parameter) for parameter in layer.parameters())
+
+
+def test_counts_of_one_process():
+    assert exchange_counts([3, 0], None) == ((3,), (0,))
+    with pytest.raises(ValueError, match=r"exchange_counts: `counts` must be at least 0, got \[1, -1\]"):
+        exchange_counts([1, -1], None)
 
 
 class Pairs(nn.Module):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from gem_parallel import ParallelDims, ParallelPlan, parallelize
 from gem_parallel._src.collectives.base import DefaultCollectives
-from gem_parallel.experts import ExpertParallel
+from gem_parallel.experts import ExpertParallel, exchange_counts
 
 pytestmark = pytest.mark.dist
 WIDTH = 6
@@ -132,8 +132,12 @@ def rank_cases(rank, world_size, folder):
     for case in cases(world_size):
         log = []
         layer = ExpertParallel(make(case.num_experts), dist.group.WORLD, collectives=Recorder(log))
-        counts = [len(each) for each in case.lengths]
-        rows = [counts, [sum(each) for each in case.lengths], counts] if case.known else None
+        rows = None
+        if case.known:
+            samples_here, tokens_here = len(case.lengths[rank]), sum(case.lengths[rank])
+            rows = exchange_counts([samples_here, tokens_here, samples_here], dist.group.WORLD)
+            counts = tuple(len(each) for each in case.lengths)
+            assert rows == (counts, tuple(sum(each) for each in case.lengths), counts)
         found[case.id] = (run(layer, *samples(case)[rank], rows=rows), log)
     if world_size == 2:
         found["refusals"] = refusals(rank)

@@ -106,7 +106,7 @@ def full(tensor):
 
 
 def run_steps(net, x, y, mesh, beside):
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=True)
     records = []
     for _ in range(2):
         optimizer.zero_grad()

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gem_parallel._src.collectives.base import Collectives, DefaultCollectives
 from gem_parallel._src.expert_exchange import Exchange, gather_rows, scatter_rows
 
-__all__ = ["ExpertParallel", "is_expert_parameter", "local_experts", "mark_expert_parameters"]
+__all__ = ["ExpertParallel", "exchange_counts", "is_expert_parameter", "local_experts", "mark_expert_parameters"]
 
 _MARK = "_gem_parallel_expert"
 
@@ -34,6 +34,44 @@ def mark_expert_parameters(module: nn.Module) -> None:
 def local_experts(num_experts: int, degree: int, rank: int) -> range:
     """Positions of the experts that one rank holds: consecutive ones, counts differ by at most one."""
     return range(num_experts * rank // degree, num_experts * (rank + 1) // degree)
+
+
+def exchange_counts(counts: Sequence[int], group: dist.ProcessGroup | DeviceMesh | None) -> tuple[tuple[int, ...], ...]:
+    """Numbers of every rank, as ``rows`` of ``ExpertParallel`` takes them: once per batch, for all its layers.
+
+    Over a group with gloo (``"gloo"`` or ``"cpu:gloo,cuda:nccl"``) no GPU is waited for. All ranks call it.
+
+    Args:
+        counts: Of this rank, for example samples and tokens; as many on every rank.
+        group: The ranks; None is one process.
+
+    Returns:
+        Per count, that of every rank in rank order.
+
+    Raises:
+        ValueError: ``group`` is a mesh of several axes, or a count is negative.
+    """
+    group = _group("exchange_counts", group)
+    for count in counts:
+        if count < 0:
+            raise ValueError(f"exchange_counts: `counts` must be at least 0, got {list(counts)}")
+    if group is None:
+        return tuple((count,) for count in counts)
+    on_host = "gloo" in dist.get_backend_config(group)
+    device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
+    sent = torch.tensor(list(counts), dtype=torch.int64, device=device)
+    received = torch.empty(dist.get_world_size(group) * len(counts), dtype=torch.int64, device=device)
+    DefaultCollectives().all_gather(received, sent, group)
+    table: list[list[int]] = received.view(-1, len(counts)).t().tolist()
+    return tuple(map(tuple, table))
+
+
+def _group(owner: str, group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        raise ValueError(f"{owner}: `group` must be a mesh of one axis, got {group.ndim} axes; pass mesh.ep_group")
+    return group.get_group()
 
 
 class ExpertParallel(nn.Module):
@@ -75,12 +113,7 @@ class ExpertParallel(nn.Module):
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(group, DeviceMesh):
-            if group.ndim != 1:
-                raise ValueError(
-                    f"ExpertParallel: `group` must be a mesh of one axis, got {group.ndim} axes; pass mesh.dense['ep']"
-                )
-            group = group.get_group()
+        group = _group("ExpertParallel", group)
         degree = 1 if group is None else dist.get_world_size(group)
         for expert in experts:
             if not isinstance(expert, nn.Module):
@@ -111,8 +144,8 @@ class ExpertParallel(nn.Module):
         Args:
             inputs: Tensors (n, ...) of this rank, at least one; n may differ between inputs and ranks, what follows it
                 only between inputs. Floating point ones are differentiable.
-            rows: Per input, n on every rank of the group in rank order, where the caller knows it. None exchanges them,
-                and on CUDA waits for that.
+            rows: Per input, n on every rank of the group in rank order, where the caller knows it, for example from
+                ``exchange_counts``. None exchanges them, and on CUDA waits for that.
             constants: Passed on to the experts as they are; equal on all ranks.
 
         Returns:

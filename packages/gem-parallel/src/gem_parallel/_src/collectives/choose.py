@@ -107,7 +107,8 @@ def group_status(group: dist.ProcessGroup) -> dict[str, FeatureStatus]:
         group: Ranks with one GPU each, or on the CPU.
     """
     found = collectives_status()
-    cuda = torch.cuda.is_available() and "nccl" in dist.get_backend(group)
+    backends = dist.get_backend_config(group)
+    cuda = torch.cuda.is_available() and "nccl" in backends
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     optional = [name for name in found if name != "default"]
     policy = cuda and found["nccl_zero_cta"].available and has_zero_cta_policy(group)
@@ -127,7 +128,7 @@ def group_status(group: dist.ProcessGroup) -> dict[str, FeatureStatus]:
         reason = remedy = ""
         lacking = [rank for rank, row in enumerate(rows) if not row[3 + position]]
         if not all(row[1] for row in rows):
-            reason, remedy = f"the group's backend is {dist.get_backend(group)}", "make the group with nccl"
+            reason, remedy = f"the group's backend is {backends}", "make the group with nccl"
         elif lacking:
             reason, remedy = f"rank {lacking[0]} of the group lacks it", "see engine_report() on that rank"
         elif hosts > 1:
