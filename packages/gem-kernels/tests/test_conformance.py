@@ -1,0 +1,185 @@
+"""``python -m gem_kernels``: the conformance run finds what is wrong, and warming the cache goes rank by rank."""
+
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import gem_kernels
+from gem_kernels.__main__ import main
+from gem_kernels._src.conformance.cases import ATTENTION_OPS, LINEAR_OPS, ConformanceCase, default_cases, load_cases
+from gem_kernels._src.conformance.run import measure
+from gem_kernels._src.conformance.warm import in_turn, marker_path, rank_of
+
+SMALL = [
+    {"op": "gdpa", "dtype": "float32", "lengths_q": [0, 3, 9], "lengths_k": [2, 0, 5], "num_heads": 2, "head_dim": 8},
+    {"op": "linear_norm", "dtype": "float32", "rows": 5, "in_features": 8, "out_features": 6, "affine": True},
+]
+
+
+@pytest.fixture
+def shapes(tmp_path):
+    def write(content):
+        path = tmp_path / "shapes.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return str(path)
+
+    return write
+
+
+def test_built_in_cases_name_every_op_and_pass_on_the_cpu(capsys):
+    assert {case.op for case in default_cases(torch.device("cpu"))} == set(ATTENTION_OPS + LINEAR_OPS)
+    assert main(["check", "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert "FAILED" not in text
+    assert text.rstrip().endswith("tensors within their bounds")
+
+
+def test_runs_as_a_program(shapes):
+    command = [sys.executable, "-m", "gem_kernels", "check", "--device", "cpu", "--shapes", shapes(SMALL)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "10 of 10 tensors within their bounds" in done.stdout
+
+
+@pytest.mark.parametrize("factor", [1.01, float("nan")])
+def test_a_wrong_result_is_found(factor, shapes, capsys, monkeypatch):
+    right = gem_kernels.gdpa
+    monkeypatch.setattr(gem_kernels, "gdpa", lambda *args, **options: right(*args, **options) * factor)
+    assert main(["check", "--device", "cpu", "--shapes", shapes(SMALL)]) == 1
+    rows = [line for line in capsys.readouterr().out.splitlines() if "FAILED" in line]
+    assert [line.split()[0] for line in rows] == ["gdpa"] * 4
+
+
+def test_a_wrong_gradient_is_found(monkeypatch):
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 1.01
+
+    right = gem_kernels.gdpa
+    monkeypatch.setattr(gem_kernels, "gdpa", lambda q, k, v, **options: right(q, Wrong.apply(k), v, **options))
+    rows = measure(ConformanceCase(op="gdpa", dtype="float32", lengths_q=(9, 3)), torch.device("cpu"))
+    assert [row.tensor for row in rows if not row.passed] == ["dk"]
+
+
+def test_an_op_that_raises_is_a_failure_and_the_others_still_run(shapes, capsys):
+    broken = [SMALL[0] | {"num_heads_kv": 2, "num_heads": 3}, SMALL[1]]
+    assert main(["check", "--device", "cpu", "--shapes", shapes(broken)]) == 1
+    text = capsys.readouterr().out
+    assert "FAILED ValueError: gdpa: the heads of `k` must divide the heads of `q`" in text
+    assert "6 of 7 tensors within their bounds" in text
+
+
+BAD = [
+    ("{", "must be JSON, got an error in line 1"),
+    ("[]", "must hold a list of at least one case"),
+    ([3], "case 0 .* must be an object, got int"),
+    ([{"op": "gdpa", "heads": 3}], "case 0 .* has unknown field 'heads'; fields are "),
+    ([SMALL[0], {"dtype": "float32"}], "case 1 .* has no `op`"),
+    ([{"op": "softmax"}], "case 0 .*`op` must be one of .*, got 'softmax'"),
+    ([{"op": "gdpa", "dtype": "int8"}], "`dtype` must be one of .*, got 'int8'"),
+    ([{"op": "linear_norm", "rows": 3}], "linear_norm needs `in_features` and `out_features` of at least 1"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BAD, ids=[message[:30] for _, message in BAD])
+def test_a_bad_file_is_named(content, message, shapes, tmp_path):
+    path = shapes(content)
+    with pytest.raises(ValueError, match=f"check: .*{message}"):
+        load_cases(tmp_path / "shapes.json")
+    with pytest.raises(SystemExit) as stop:
+        main(["check", "--shapes", path])
+    assert stop.value.code == 2
+
+
+# ---------------------------------------------------------------- warm
+
+
+def test_rank_comes_from_the_launcher():
+    assert rank_of({}) == 0
+    assert rank_of({"RANK": "3"}) == 3
+    with pytest.raises(ValueError, match="`RANK` must be a number, got 'x'"):
+        rank_of({"RANK": "x"})
+
+
+def test_marker_is_of_the_cases_and_versions(tmp_path):
+    cases = [ConformanceCase(op="gdpa"), ConformanceCase(op="gdpa", head_dim=128)]
+    markers = {
+        marker_path(tmp_path, cases, ("1", "sm_90")),
+        marker_path(tmp_path, cases[:1], ("1", "sm_90")),
+        marker_path(tmp_path, cases, ("2", "sm_90")),
+    }
+    assert len(markers) == 3
+    assert marker_path(tmp_path, list(cases), ("1", "sm_90")) in markers
+
+
+def test_other_ranks_run_after_rank_0(tmp_path):
+    marker, order = tmp_path / "cache" / "x.warm", []
+    others = [
+        threading.Thread(
+            target=in_turn, args=(lambda rank=rank: order.append(rank), marker, rank), kwargs={"timeout": 60}
+        )
+        for rank in (1, 2)
+    ]
+    for thread in others:
+        thread.start()
+    assert order == []
+    assert in_turn(lambda: order.append(0), marker, 0, timeout=60) < 1
+    for thread in others:
+        thread.join()
+    assert order[0] == 0
+    assert sorted(order) == [0, 1, 2]
+    assert [path.name for path in marker.parent.iterdir()] == ["x.warm"]
+
+
+def test_a_rank_does_not_wait_for_ever(tmp_path):
+    with pytest.raises(TimeoutError, match=r"rank 1 waited 0 s for rank 0 to write x\.warm .*TRITON_CACHE_DIR"):
+        in_turn(lambda: None, tmp_path / "x.warm", 1, timeout=0.0)
+
+
+def test_a_failing_rank_0_leaves_no_marker(tmp_path):
+    def fail():
+        raise RuntimeError("no kernel")
+
+    with pytest.raises(RuntimeError, match="no kernel"):
+        in_turn(fail, tmp_path / "x.warm", 0, timeout=0.0)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
+def test_warm_needs_a_gpu(shapes, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["warm", "--shapes", shapes(SMALL)])
+    assert stop.value.code == 2
+    assert "warm needs a CUDA device" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- CUDA
+
+
+@pytest.mark.gpu
+def test_cuda_built_in_cases_pass(capsys):
+    code = main(["check"])
+    assert code == 0, capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_cuda_warm_ranks_agree_on_the_kernels(shapes, monkeypatch, tmp_path):
+    path = shapes([case | {"dtype": "bfloat16"} for case in SMALL])
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    digests = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        command = [sys.executable, "-m", "gem_kernels", "warm", "--shapes", path, "--timeout", "5"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        digests.append(done.stdout.rstrip().splitlines()[-1].split("digest ")[1].split(",")[0])
+    assert digests[0] == digests[1]
