@@ -218,6 +218,10 @@ def test_the_parts_of_a_step_add_up(case):
     assert report.mfu == pytest.approx(report.local_mfu * report.scaling_ratio)
     assert 0 < report.mfu < report.local_mfu < 1
     assert report.step.seconds >= report.compute.total
+    # No shorter than what any link must carry, no longer than everything one after the other.
+    busy = [sum(seconds) for seconds in zip(*(each.busy(POD) for each in report.collectives), strict=True)]
+    assert report.step.seconds >= max(busy)
+    assert report.step.seconds <= report.step.compute + 1e-3 + sum(each.seconds(POD) for each in report.collectives)
     lanes = [each for each in report.step.intervals if each.lane == "compute"]
     assert all(a.end <= b.start + 1e-12 for a, b in pairwise(lanes))
     sent = {each.name for each in report.step.intervals if each.lane != "compute"}
@@ -295,6 +299,16 @@ def test_sweep_and_front():
         )
 
 
+def test_sweep_leaves_out_what_cannot_be_placed():
+    table = SparseTable(name="t", num_rows=3 * 2**31, dim=4, kind="table_wise")
+    model = replace(make_model(), tables=(table,))
+    host = Topology(gpus_per_host=4)
+    reports = sweep(model, host, WORK)
+    assert {report.dims.sparse_replicate for report in reports} == {4}
+    with pytest.raises(ValueError, match="table 't' must have at most"):
+        sweep(model, Topology(gpus_per_host=2), WORK)
+
+
 def test_8192_ranks_in_time():
     pod = Topology(gpus_per_host=8, hosts_per_zone=32, zones=32)
     start = time.monotonic()
@@ -367,6 +381,22 @@ def test_bad_rates(tmp_path):
         (lambda: SparseTable(name="t", num_rows=0, dim=4), ValueError, "`num_rows` must be finite and at least 1"),
         (lambda: SparseTable(name="t", num_rows=1, dim=4, unique_fraction=2), ValueError, "must be at most 1, got 2"),
         (lambda: SparseTable(name="t", num_rows=1, dim=4, kind="x"), ValueError, "`kind` must be one of auto"),
+        (
+            lambda: SparseTable(name="t", num_rows=1, dim=6),
+            ValueError,
+            "multiple of 4 and at most 1024 .* got 6; use 8",
+        ),
+        (lambda: SparseTable(name="t", num_rows=1, dim=3000), ValueError, "got 3000; split the columns over 3 tables"),
+        (
+            lambda: explain(
+                replace(make_model(), tables=(SparseTable(name="t", num_rows=5 * 2**31, dim=4),)),
+                Topology(gpus_per_host=1),
+                ParallelDims(),
+                WORK,
+            ),
+            ValueError,
+            "table 't' must have at most 2147483646 rows on one rank .* cut it by rows over 6 ranks or more",
+        ),
         (lambda: SparseTable(name="t", num_rows=1.5, dim=4), TypeError, "`num_rows` must be an int, got float"),
         (lambda: ModelDescription(name="m", units=()), ValueError, "at least one DenseUnit"),
         (lambda: ModelDescription(name="m", units=(1,)), TypeError, "must be a tuple of DenseUnit"),

@@ -150,11 +150,13 @@ def rank_dense(rank, world_size, folder):
     return results
 
 
-def rank_sparse(rank, world_size, folder, replicas, gather):
+def rank_sparse(rank, world_size, folder, replicas, gather, wire_dtype):
     mesh = ParallelDims.for_world(world_size, sparse_replicate=replicas).build_mesh("cpu").sparse
     tables = [TableConfig(name=t.name, num_rows=t.num_rows, dim=t.dim, placement=t.kind) for t in TABLES]
     features = [FeatureConfig(name=t.name, table=t.name, pooling=t.pooling) for t in TABLES]
-    embeddings = ShardedEmbeddings(tables, features, optimizer=SparseOptimizerConfig(), mesh=mesh, gather=gather)
+    embeddings = ShardedEmbeddings(
+        tables, features, optimizer=SparseOptimizerConfig(), mesh=mesh, gather=gather, wire_dtype=wire_dtype
+    )
     ids = {}
     for table in TABLES:
         count = int(SAMPLES * table.ids_per_sample)
@@ -173,15 +175,23 @@ def dense(request, ranks):
     return request.param, ranks("rank_dense", request.param)
 
 
-GRIDS = [(2, 1, "tables"), (4, 1, "tables"), (4, 2, "tables"), (4, 2, "rows"), (2, 2, "tables")]
+GRIDS = [
+    # ranks, copies, what is gathered, bytes of an element on the wire
+    (2, 1, "tables", 4),
+    (4, 1, "tables", 2),
+    (4, 2, "tables", 4),
+    (4, 2, "rows", 2),
+    (2, 2, "tables", 4),
+]
 
 
-@pytest.fixture(scope="module", params=GRIDS, ids=lambda param: "{}, {} copies, {}".format(*param))
+@pytest.fixture(scope="module", params=GRIDS, ids=lambda param: "{}, {} copies, {}, {} bytes".format(*param))
 def sparse(request, ranks):
-    world_size, replicas, gather = request.param
+    world_size, replicas, gather, row_bytes = request.param
     dims = ParallelDims.for_world(world_size, sparse_replicate=replicas)
-    results = ranks("rank_sparse", world_size, replicas=replicas, gather=gather)
-    return dims, predict(dims, TABLES, table_gather=gather), results
+    dtype = {4: torch.float32, 2: torch.bfloat16}[row_bytes]
+    results = ranks("rank_sparse", world_size, replicas=replicas, gather=gather, wire_dtype=dtype)
+    return dims, predict(dims, TABLES, table_gather=gather, row_bytes=row_bytes), results
 
 
 def predict(dims, tables=(), **sizes):
@@ -248,8 +258,8 @@ def test_what_each_rank_serves(sparse):
         if replicas == 1:
             ids, rows, gradients = sum(received[1:3]), sum(received[3:5]), sum(received[5:7])
             assert ids == 8 * plan.served_ids[shard]
-            assert rows == plan.requested_bytes
-            assert gradients == plan.served_bytes[shard]
+            assert 4 * rows == report.workload.row_bytes * plan.requested_bytes
+            assert 4 * gradients == report.workload.row_bytes * plan.served_bytes[shard]
         else:
             assert sum(received[2:4]) == 8 * plan.served_ids[shard]
 

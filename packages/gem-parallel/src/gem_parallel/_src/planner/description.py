@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from gem_parallel._src.embeddings.config import MAX_DIM
+
 __all__ = ["DenseUnit", "ModelDescription", "SparseTable", "TableKind", "Workload"]
 
 TableKind = Literal["auto", "table_wise", "row_wise", "column_wise", "replicated"]
@@ -85,7 +87,7 @@ class SparseTable:
     name: str
     num_rows: int
     dim: int
-    """Row length, in elements."""
+    """Row length, in elements: a multiple of 4, at most 1024."""
     ids_per_sample: float = 1.0
     """Ids over all its features."""
     unique_fraction: float = 1.0
@@ -103,6 +105,13 @@ class SparseTable:
         owner = f"SparseTable {self.name!r}"
         for name in ("num_rows", "dim"):
             _require(owner, name, getattr(self, name), low=1, integer=True)
+        if self.dim % 4 or self.dim > MAX_DIM:
+            parts = -(-self.dim // MAX_DIM)
+            remedy = f"split the columns over {parts} tables" if parts > 1 else f"use {-(-self.dim // 4) * 4}"
+            raise ValueError(
+                f"{owner}: `dim` must be a multiple of 4 and at most {MAX_DIM} (limits of fbgemm's kernels), "
+                f"got {self.dim}; {remedy}"
+            )
         for name in ("ids_per_sample", "bags_per_sample"):
             _require(owner, name, getattr(self, name), low=0)
         _require(owner, "unique_fraction", self.unique_fraction, low=0)

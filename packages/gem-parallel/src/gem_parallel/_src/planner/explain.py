@@ -10,7 +10,7 @@ from gem_parallel._src.planner.description import ModelDescription, TableKind, W
 from gem_parallel._src.planner.hardware import Hardware, Rate
 from gem_parallel._src.planner.memory import MemoryPlan, plan_memory
 from gem_parallel._src.planner.network import Collective
-from gem_parallel._src.planner.tables import Strategy, TablePlan, place_tables
+from gem_parallel._src.planner.tables import Strategy, TablePlan, check_rows, place_tables
 from gem_parallel._src.planner.timeline import ComputeSeconds, Scales, StepPlan, compute_seconds, simulate
 from gem_parallel._src.planner.traffic import SparseTraffic, UnitTraffic, sparse_traffic, unit_traffic
 from gem_parallel._src.topology import Topology
@@ -142,7 +142,8 @@ def explain(
         tables: The placement, if it was made before, by ``place_tables`` with the same arguments.
 
     Raises:
-        ValueError: another number of GPUs than ranks, or more ranks of ep than experts.
+        ValueError: another number of GPUs than ranks, more ranks of ep than experts, or more rows of a table on one
+            rank than fbgemm can index.
     """
     if topology.num_gpus != dims.world_size:
         raise ValueError(
@@ -166,6 +167,7 @@ def explain(
         memory_bytes=0.5 * hardware.memory_bytes.value,
         replicas=dims.sparse_replicate,
     )
+    check_rows(plan, dims.sparse_shard, dims.sparse_replicate)
     units = tuple(unit_traffic(unit, dims, workload, topology) for unit in model.units)
     sparse = sparse_traffic(model, plan, dims, workload, topology)
     heavy = compute_seconds(model, plan, dims, workload, hardware, heaviest=True)

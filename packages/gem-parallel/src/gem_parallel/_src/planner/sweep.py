@@ -9,7 +9,7 @@ from gem_parallel._src.mesh import ParallelDims
 from gem_parallel._src.planner.description import ModelDescription, TableKind, Workload
 from gem_parallel._src.planner.explain import PlanReport, explain
 from gem_parallel._src.planner.hardware import Hardware
-from gem_parallel._src.planner.tables import Strategy, place_tables
+from gem_parallel._src.planner.tables import Strategy, check_rows, place_tables
 from gem_parallel._src.topology import Topology
 
 __all__ = ["layouts", "pareto_front", "sweep"]
@@ -60,10 +60,14 @@ def sweep(
         strategies: Placements of tables to try.
         kinds: What placement by cost may choose.
         recompute: Parts of forward to repeat in backward, to try.
+
+    Raises:
+        ValueError: in every placement a rank would hold more rows of a table than fbgemm can index.
     """
     hardware = hardware or Hardware.load()
     dense, sparse = layouts(model, topology)
     reports = []
+    refused: ValueError | None = None
     for tables in sparse:
         for strategy in strategies if model.tables and tables.sparse_shard > 1 else strategies[:1]:
             placed = place_tables(
@@ -76,6 +80,11 @@ def sweep(
                 memory_bytes=0.5 * hardware.memory_bytes.value,
                 replicas=tables.sparse_replicate,
             )
+            try:
+                check_rows(placed, tables.sparse_shard, tables.sparse_replicate)
+            except ValueError as error:
+                refused = error
+                continue
             for each in dense:
                 for share in recompute:
                     dims = replace(each, sparse_replicate=tables.sparse_replicate, sparse_shard=tables.sparse_shard)
@@ -92,6 +101,8 @@ def sweep(
                             tables=placed,
                         )
                     )
+    if refused is not None and not reports:
+        raise refused
     return tuple(sorted(reports, key=lambda report: (report.step.seconds, report.memory.peak.total)))
 
 

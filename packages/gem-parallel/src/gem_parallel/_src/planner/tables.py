@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from gem_parallel._src.embeddings.config import MAX_LOCAL_ROWS
 from gem_parallel._src.planner.description import SparseTable, TableKind, Workload
 from gem_parallel._src.planner.hardware import Hardware
 
-__all__ = ["PlacedTable", "TablePlan", "place_tables"]
+__all__ = ["PlacedTable", "TablePlan", "check_rows", "place_tables"]
 
 Strategy = Literal["size", "cost"]
 BALANCE = 1.05
@@ -61,6 +62,24 @@ class TablePlan:
         """Served bytes of the heaviest rank / mean."""
         mean = sum(self.served_bytes) / len(self.served_bytes)
         return max(self.served_bytes) / mean if mean else 1.0
+
+
+def check_rows(plan: TablePlan, ranks: int, replicas: int) -> None:
+    """Refuse a placement that ``ShardedEmbeddings`` refuses.
+
+    Raises:
+        ValueError: more rows of a table on one rank than fbgemm can index.
+    """
+    for each in plan.placed:
+        parts = {"row_wise": ranks * replicas, "replicated": 1}.get(each.kind, replicas)
+        rows = -(-each.table.num_rows // parts)
+        if rows > MAX_LOCAL_ROWS:
+            least = -(-each.table.num_rows // MAX_LOCAL_ROWS)
+            raise ValueError(
+                f"explain: table {each.table.name!r} must have at most {MAX_LOCAL_ROWS} rows on one rank (limit of "
+                f"fbgemm's row indices), got {rows} as it is placed {each.kind}; "
+                f"cut it by rows over {least} ranks or more"
+            )
 
 
 def rows_of(table: SparseTable, samples: int) -> float:
