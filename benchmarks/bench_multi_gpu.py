@@ -14,6 +14,7 @@ import argparse
 import json
 import subprocess
 import sys
+import traceback
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -101,6 +102,19 @@ def make_launches(parts: list[str], size: int, device: str) -> list[Launch]:
     return launches
 
 
+def predicted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of the prediction, or one with status "error"."""
+    try:
+        # Here and not at the top: the ranks import this file, too, and do not need it.
+        from multi_gpu.prediction import predict
+
+        return list(predict(rows))
+    except Exception as error:
+        traceback.print_exc()
+        reason = f"{type(error).__name__}: {error}"[:400]
+        return [{"part": "prediction", "name": "all", "status": "error", "reason": reason}]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
@@ -125,6 +139,8 @@ def main() -> int:
 
     for launch in make_launches(arguments.parts, size, arguments.device):
         keep(run_launch(launch))
+    if "prediction" in arguments.parts:
+        keep(predicted(rows))
     print_tables(rows)
     bad = [row for row in rows if row["status"] in BAD]
     announce(f"{len(rows)} rows, {len(bad)} failed" + "".join(f"\n  {row['part']}, {row['name']}" for row in bad))

@@ -1,10 +1,11 @@
 """One rank against all of them: the same losses and weights, up to the order of float32 sums.
 
-The bound is not a constant. One rank trains on the batches as they are, and again with each batch's samples in other
-orders; in exact arithmetic nothing changes, so what does change is rounding. A layout over N ranks also only sums in
-another order (and picks other tiles for smaller matrices), so it may differ by ``SAFETY`` times as much, or by the
-probabilistic bound sqrt(n) u of one sum of n terms (Higham and Mary, 2019) in each of the steps if that is more. A
-bound above ``CEILING`` is itself a failure: a sample that is lost or counted twice moves the loss by 1e-2.
+The bound is not a constant. One rank trains on the batches as they are, then with each batch's samples in another
+order, then with the dense model run on each batch in N pieces. In exact arithmetic nothing changes, so what does change
+is rounding. A layout over N ranks also only sums in another order and multiplies smaller matrices, so it may differ by
+``SAFETY`` times as much, or by the probabilistic bound sqrt(n) u of one sum of n terms (Higham and Mary, 2019) in each
+of the steps if that is more. A bound above ``CEILING`` is itself a failure: a sample that is lost or counted twice
+moves the loss by 1e-2.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from gem_model.random_batch import RandomBatch
 from gem_parallel import ParallelDims, ParallelMesh, ParallelPlan, clip_grad_norm_, parallelize
 from multi_gpu.launch import Rank
 from multi_gpu.workload import ExpertRanker, Rows, Samples, draw_samples, make_config, make_tables, take
@@ -103,16 +105,15 @@ def run(rank: Rank, num_samples: int, max_length: int) -> None:
     config = make_config("tiny")
     batches = [draw_samples(config, ROWS, num_samples, max_length, seed) for seed in range(STEPS)]
     terms = max(int(batch.lengths.sum()) for batch in batches)
-    rank.say("one rank, three orders of its samples")
+    rank.say("one rank; again in another order, and in pieces")
     reference = _train(rank, batches, num_samples, None)
     generator = torch.Generator().manual_seed(1)
-    noise = [0.0, 0.0]
-    for _ in range(2):
-        orders = [torch.randperm(num_samples, generator=generator).tolist() for _ in batches]
-        again = _train(
-            rank, [take(batch, order) for batch, order in zip(batches, orders, strict=True)], num_samples, None
-        )
-        noise = [max(pair) for pair in zip(noise, deviation(again, reference)[:2], strict=True)]
+    shuffled = [take(batch, torch.randperm(num_samples, generator=generator).tolist()) for batch in batches]
+    again = (
+        _train(rank, shuffled, num_samples, None),
+        _train(rank, batches, num_samples, None, pieces=max(2, rank.size)),
+    )
+    noise = [max(pair) for pair in zip(*(deviation(each, reference)[:2] for each in again), strict=True)]
     least = STEPS * math.sqrt(terms) * UNIT
     loss_bound, weight_bound = (max(SAFETY * each, least) for each in noise)
     rank.say(f"bounds: losses {loss_bound:.1e}, weights {weight_bound:.1e}")
@@ -140,7 +141,7 @@ def run(rank: Rank, num_samples: int, max_length: int) -> None:
         rank.say(f"{'PASS' if passed else 'FAIL'} {name}: losses {loss:.1e}, weights {weight:.1e} ({where})")
 
 
-def _train(rank: Rank, batches: list[Samples], num_samples: int, mesh: ParallelMesh | None) -> Run:
+def _train(rank: Rank, batches: list[Samples], num_samples: int, mesh: ParallelMesh | None, *, pieces: int = 1) -> Run:
     """Losses and weights of one run; ``batches`` are this rank's parts of batches of ``num_samples``."""
     config = make_config("tiny")
     tables = make_tables(config, ROWS, rank.device, mesh.sparse if mesh else None)
@@ -154,12 +155,13 @@ def _train(rank: Rank, batches: list[Samples], num_samples: int, mesh: ParallelM
     for samples in batches:
         here = samples.to(rank.device)
         embeddings = tables.lookup(tables.exchange(here.ids))
-        loss = model.loss(model(here.batch, embeddings), here.batch)
-        (loss.total / num_samples).backward()
+        parts = [(here.batch, embeddings)] if pieces == 1 else _cut(rank, samples, embeddings, pieces)
+        loss = torch.stack([model.loss(model(batch, rows), batch).total for batch, rows in parts]).sum()
+        (loss / num_samples).backward()
         clip_grad_norm_(model.parameters(), MAX_NORM, mesh)
         optimizer.step()
         optimizer.zero_grad()
-        total = float(loss.total.detach())
+        total = float(loss.detach())
         losses.append((rank.reduce(total, op=dist.ReduceOp.SUM)[0] if mesh else total) / num_samples)
     weights = _whole({f"model.{name}": value for name, value in model.state_dict().items()})
     weights |= _whole(tables.state_dict())
@@ -167,9 +169,9 @@ def _train(rank: Rank, batches: list[Samples], num_samples: int, mesh: ParallelM
     gc.collect()
     if mesh is not None:
         # Experts, and tables that lie whole on one rank, are in that rank's state dict only.
-        parts: list[Any] = [None] * rank.size
-        dist.all_gather_object(parts, weights, group=rank.control)
-        weights = {name: value for part in parts for name, value in part.items()}
+        gathered: list[Any] = [None] * rank.size
+        dist.all_gather_object(gathered, weights, group=rank.control)
+        weights = {name: value for each in gathered for name, value in each.items()}
     return Run(losses, weights)
 
 
@@ -179,3 +181,20 @@ def _whole(state: dict[str, Any]) -> dict[str, Tensor]:
         for name, value in state.items()
         if isinstance(value, Tensor)
     }
+
+
+def _cut(
+    rank: Rank, samples: Samples, embeddings: dict[str, Tensor], pieces: int
+) -> list[tuple[RandomBatch, dict[str, Tensor]]]:
+    """A batch and its embeddings as several batches of consecutive samples."""
+    offsets: list[int] = samples.batch.sequences["history"].offsets.tolist()
+    count = samples.batch.num_samples
+    found = []
+    for piece in range(pieces):
+        first, last = piece * count // pieces, (piece + 1) * count // pieces
+        rows = {
+            name: value[offsets[first] : offsets[last]] if "." in name else value[first:last]
+            for name, value in embeddings.items()
+        }
+        found.append((take(samples, range(first, last)).batch.to(rank.device), rows))
+    return found

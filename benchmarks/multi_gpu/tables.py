@@ -22,6 +22,16 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "imbalance",
         "peak_gib",
     ),
+    "prediction": (
+        "name",
+        "predicted_ms",
+        "measured_ms",
+        "error",
+        "predicted_peak_gib",
+        "measured_peak_gib",
+        "predicted_limit",
+        "rates",
+    ),
 }
 
 

@@ -36,6 +36,13 @@ def test_all_parts_on_two_gloo_processes(tmp_path: Path) -> None:
     steps = {row["name"]: row for row in rows if row["part"] == "scaling"}
     assert {"dense model, one GPU", "one GPU", "base", "no overlap", "rows in bf16", "balanced batches"} <= steps.keys()
     assert all(row["status"] == "ok" and row["samples_per_second"] > 0 for row in steps.values())
+    predicted = {row["name"]: row for row in rows if row["part"] == "prediction"}
+    assert {"dense model, one GPU", "one GPU", "base", "rows in bf16"} <= predicted.keys() < steps.keys()
+    for name, row in predicted.items():
+        assert row["measured_ms"] == steps[name]["step_ms"]
+        assert row["error"] == pytest.approx(row["predicted_ms"] / row["measured_ms"] - 1)
+    # Rows of half the bytes cannot take longer.
+    assert 0 < predicted["rows in bf16"]["predicted_ms"] <= predicted["base"]["predicted_ms"]
     assert steps["balanced batches"]["imbalance"] < steps["base"]["imbalance"]
 
 
