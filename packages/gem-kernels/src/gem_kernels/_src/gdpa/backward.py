@@ -23,6 +23,7 @@ from gem_kernels._src.attention.launch import (
     unit_stride,
 )
 from gem_kernels._src.attention.pairing import pair_sequences
+from gem_kernels._src.gdpa import hopper_launch
 from gem_kernels._src.gdpa.backward_dq import launch_dq_of_rows, launch_dq_of_seeds
 from gem_kernels._src.gdpa.configs import select, select_fitting
 from gem_kernels._src.gdpa.forward import RUNTIME_SIZES
@@ -345,6 +346,11 @@ def launch_backward(
         return torch.zeros_like(q, memory_format=torch.contiguous_format), dk.zero_(), dv.zero_()
     left, right = clamp_window(left, right)
     pairing = pair_sequences(q, offsets_q, offsets_k, request_index, max_seqlen_q, left, right)
+    plain = pairing.request_index is None and not pairing.broadcast_q and num_targets is None
+    if plain and hopper_launch.applies(q, k, v, left, right, capability_of(q)):
+        return hopper_launch.launch_hopper_backward(
+            do, q, k, v, pairing.offsets_q, pairing.offsets_k, activation, pre_scale, post_scale
+        )
     num_targets = None if num_targets is None else num_targets.contiguous()
     act = activation_pair(activation, hardware=q.is_cuda)
     shared = {

@@ -81,13 +81,23 @@ def _gelu_approx_derivative(x):
 
 
 @triton.jit
+def _gelu_tanh_hardware(x):
+    u = x * (0.5 * _TWO_U + (0.5 * _TWO_U * _CUBIC) * x * x)
+    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [u], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _fast_gelu(x):
-    return x * _sigmoid_hardware(_gelu_tanh_argument(x))
+    # x * sigmoid(2u) as h + h * tanh(u) with h = x / 2: two operations fewer.
+    h = 0.5 * x
+    return h * _gelu_tanh_hardware(x) + h
 
 
 @triton.jit
 def _fast_gelu_derivative(x):
-    return _gelu_tanh_slope(x, _sigmoid_hardware(_gelu_tanh_argument(x)))
+    t = _gelu_tanh_hardware(x)
+    slope = x * (0.25 * _TWO_U + (0.75 * _TWO_U * _CUBIC) * x * x)
+    return (0.5 * t + 0.5) + (1.0 - t * t) * slope
 
 
 @triton.jit
