@@ -58,6 +58,12 @@ def _rank_report(rank: int, columns: Sequence[int]) -> RankReport:
     )
 
 
+def _is_bad(flags: Tensor, report_ids: bool) -> Tensor:
+    """(rows,) bool of (rows, NUM_FLAGS or more)."""
+    bad = (flags[:, 0] > 0) | (flags[:, 1] > 0)
+    return bad | (flags[:, 5] > 0) if report_ids else bad
+
+
 class Exchanger:
     """The id exchanges of one module over one grid of ranks."""
 
@@ -110,7 +116,7 @@ class Exchanger:
         # One transfer: own counts and report, and everyone's counts and flags.
         parts = [summary, send.flatten(), received.flatten(), from_replicas.flatten()]
         try:
-            host = torch.tensor(DeviceVector(torch.cat(parts)).read(grid.shards.timeout_s))
+            host = DeviceVector(torch.cat(parts)).read(grid.shards.timeout_s)
         except TimeoutError as error:
             grid.shards.fail(COUNTS, grid.shards.timeout_s or 0.0, error)
         own, sent, got, others = host.split([part.numel() for part in parts])
@@ -153,9 +159,7 @@ class Exchanger:
         grid.shards.all_to_all(received, send, what=COUNTS).wait()
         if grid.copies is None:
             return received, received.new_zeros(0, 1 + NUM_FLAGS)
-        bad = (received[:, 0] > 0) | (received[:, 1] > 0)
-        if report_ids:
-            bad = bad | (received[:, 5] > 0)
+        bad = _is_bad(received, report_ids)
         first = bad.to(torch.int8).argmax().view(1)
         head = torch.cat([first, (received[first, :NUM_FLAGS] * bad[first].unsqueeze(1)).flatten()])
         blocks = [head.expand(grid.num_replicas, -1)]
@@ -172,16 +176,19 @@ class Exchanger:
         return received, from_replicas
 
     def _faults(self, got: Tensor, others: Tensor, report_ids: bool) -> list[RankReport]:
+        """Ranks of this sharding group with faults, and the first one of each other group that has any."""
         grid = self._grid
+        flags = got[:, :NUM_FLAGS]
         found = [
-            _rank_report(grid.rank_of(rank, grid.replica_rank), got[rank].tolist()) for rank in range(grid.num_shards)
+            _rank_report(grid.rank_of(rank, grid.replica_rank), flags[rank].tolist())
+            for rank in _is_bad(flags, report_ids).nonzero().flatten().tolist()
         ]
-        for replica in range(others.shape[0]):
+        flags = others[:, 1 : 1 + NUM_FLAGS]
+        for replica in _is_bad(flags, report_ids).nonzero().flatten().tolist():
             if replica != grid.replica_rank:
-                first, *flags = others[replica, : 1 + NUM_FLAGS].tolist()
-                found.append(_rank_report(grid.rank_of(first, replica), flags))
-        faults = [each for each in found if each.refused or each.malformed or (report_ids and each.num_out_of_range)]
-        return sorted(faults, key=lambda each: each.rank)
+                first = int(others[replica, 0])
+                found.append(_rank_report(grid.rank_of(first, replica), flags[replica].tolist()))
+        return sorted(found, key=lambda each: each.rank)
 
     def _send(
         self, ids: GroupIds, plan: GroupPlan, found: Distinct, sent: Tensor, got: Tensor

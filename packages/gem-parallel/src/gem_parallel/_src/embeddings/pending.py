@@ -99,7 +99,7 @@ class Pending:
         if self.summary is None:
             return None
         vector, self.summary = self.summary, None
-        return summarise(vector.read())
+        return summarise(vector.read().tolist())
 
     def tensors(self) -> list[Tensor]:
         """All device tensors held here."""

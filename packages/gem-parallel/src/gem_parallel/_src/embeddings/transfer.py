@@ -30,14 +30,14 @@ class DeviceVector:
         self._event = torch.cuda.Event()
         self._event.record()
 
-    def read(self, timeout_s: float | None = None) -> list[int]:
-        """Wait for the copy and return the numbers.
+    def read(self, timeout_s: float | None = None) -> Tensor:
+        """Wait for the copy and return the numbers, on the host.
 
         Raises:
             TimeoutError: the device did not come to the copy within ``timeout_s`` seconds.
         """
         if self._event is None:
-            return self._host.tolist()
+            return self._host
         if timeout_s is None:
             self._event.synchronize()
         else:
@@ -46,4 +46,4 @@ class DeviceVector:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"the device did not answer within {timeout_s:g} s")
                 time.sleep(1e-4)
-        return self._host.tolist()
+        return self._host
