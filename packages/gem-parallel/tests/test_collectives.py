@@ -49,6 +49,32 @@ def test_a_machine_with_gpus(monkeypatch, machine, engine, reason):
     assert reason in status.reason
 
 
+RANK = {"host": 7, "nccl": True, "zero_cta_policy": True, "available": (1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("others", "zero_cta", "low_contention"),
+    [
+        ([{}], "", ""),
+        ([], "the group has one rank, so nothing moves", "the group has one rank, so nothing moves"),
+        ([{"host": 8}], "the group spans 2 hosts", "the group spans 2 hosts"),
+        ([{}, {"nccl": False}], "the group's backend is cuda:nccl", "the group's backend is cuda:nccl"),
+        ([{}, {"zero_cta_policy": False}], "the group has another CTA policy", ""),
+        ([{"available": (1, 0)}, {}], "", "rank 1 of the group lacks it"),
+    ],
+)
+def test_a_group_narrows_what_the_machine_can(monkeypatch, others, zero_cta, low_contention):
+    Peers(monkeypatch)
+    ranks = [choose._Rank(**(RANK | other)) for other in ({}, *others)]
+    found = choose.narrow(collectives_status(), ranks, "cuda:nccl")
+    assert found["default"].available
+    for engine, reason in (("nccl_zero_cta", zero_cta), ("symm_mem_low_contention", low_contention)):
+        assert found[engine].available == (not reason)
+        if reason:
+            assert found[engine].reason == reason
+            assert found[engine].remedy
+
+
 def test_missing_symmetric_memory_is_named(monkeypatch):
     Peers(monkeypatch)
     monkeypatch.delattr(torch.distributed._symmetric_memory, "rendezvous")
@@ -88,6 +114,10 @@ def rank_engine(rank, world_size, folder, engine):
     torch.cuda.set_device(device)
     options = zero_cta_options() if engine == "nccl_zero_cta" else None
     group = dist.new_group(pg_options=options)
+    if world_size == 1 and engine != "default":
+        with pytest.raises(ValueError, match="the group has one rank, so nothing moves; use default"):
+            choose_collectives(group, engine)
+        return []
     plain, chosen = choose_collectives(group, "default"), choose_collectives(group, engine)
     assert chosen.name == engine
     differences = []

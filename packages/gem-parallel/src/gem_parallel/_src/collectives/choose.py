@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import socket
-from typing import Any, Literal, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 from zlib import crc32
 
 import torch
@@ -120,25 +121,42 @@ def group_status(group: dist.ProcessGroup) -> dict[str, FeatureStatus]:
     ]
     table = torch.empty((dist.get_world_size(group), len(mine)), dtype=torch.int64, device=device)
     DefaultCollectives().all_gather(table.view(-1), torch.tensor(mine, dtype=torch.int64, device=device), group)
-    rows: list[list[int]] = table.tolist()
-    hosts = len({row[0] for row in rows})
-    for position, name in enumerate(optional):
+    return narrow(found, [_Rank(row[0], bool(row[1]), bool(row[2]), row[3:]) for row in table.tolist()], backends)
+
+
+class _Rank(NamedTuple):
+    """What one rank of a group says of itself."""
+
+    host: int
+    nccl: bool
+    zero_cta_policy: bool
+    available: Sequence[int]
+    """By engine, without the default."""
+
+
+def narrow(found: Mapping[str, FeatureStatus], ranks: Sequence[_Rank], backends: str) -> dict[str, FeatureStatus]:
+    """The status of a machine, as far as it holds for a group of these ranks."""
+    result = dict(found)
+    for position, name in enumerate(name for name in found if name != "default"):
         if not found[name].available:
             continue
         reason = remedy = ""
-        lacking = [rank for rank, row in enumerate(rows) if not row[3 + position]]
-        if not all(row[1] for row in rows):
+        lacking = [rank for rank, each in enumerate(ranks) if not each.available[position]]
+        hosts = len({each.host for each in ranks})
+        if not all(each.nccl for each in ranks):
             reason, remedy = f"the group's backend is {backends}", "make the group with nccl"
         elif lacking:
             reason, remedy = f"rank {lacking[0]} of the group lacks it", "see engine_report() on that rank"
+        elif len(ranks) == 1:
+            reason, remedy = "the group has one rank, so nothing moves", "use default"
         elif hosts > 1:
             reason, remedy = f"the group spans {hosts} hosts", "use it for groups inside a host, as of the axis ep"
-        elif name == "nccl_zero_cta" and not all(row[2] for row in rows):
+        elif name == "nccl_zero_cta" and not all(each.zero_cta_policy for each in ranks):
             reason = "the group has another CTA policy"
             remedy = "make it with pg_options=zero_cta_options(), or set NCCL_CTA_POLICY=2"
         if reason:
-            found[name] = FeatureStatus(feature=name, available=False, reason=reason, remedy=remedy)
-    return found
+            result[name] = FeatureStatus(feature=name, available=False, reason=reason, remedy=remedy)
+    return result
 
 
 def choose_collectives(group: dist.ProcessGroup, engine: Engine | Literal["auto"] = "auto") -> Collectives:
