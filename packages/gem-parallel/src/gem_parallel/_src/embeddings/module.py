@@ -73,7 +73,8 @@ class ShardedEmbeddings(nn.Module):
             bytes do not depend on the batch; rows: those of the batch, with no copy of a table in memory, for large
             tables of which a batch names few rows.
         keep_gathered: With replicas, keep the gathered tables from one lookup to the next update. By default they are
-            freed after each lookup; an update needs no gathered copy.
+            freed after each lookup; an update needs no gathered copy. Weights that are written through the state dict's
+            views show after ``load_state_dict`` or an update.
         timeout_s: Longest that the host waits for the other ranks in one transfer, seconds; None is the process
             groups' own timeout. On CUDA the host waits in ``exchange`` only; NCCL's watchdog ends what hangs later.
 

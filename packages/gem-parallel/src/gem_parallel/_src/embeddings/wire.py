@@ -21,6 +21,11 @@ def bytes_per_row(dim: int, wire_dtype: torch.dtype) -> int:
     return dim * wire_dtype.itemsize + (_SCALE_BYTES if wire_dtype in _SCALED_EXPONENT else 0)
 
 
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """float32 2 ** exponent of int32 exponents in [-126, 127], exact on every device, as ``pow`` need not be."""
+    return ((exponent + 127) << 23).view(torch.float32)
+
+
 def pack_rows(rows: Tensor, wire_dtype: torch.dtype) -> Tensor:
     """float32 rows (N, dim) as bytes, (N, bytes_per_row) uint8.
 
@@ -34,8 +39,8 @@ def pack_rows(rows: Tensor, wire_dtype: torch.dtype) -> Tensor:
     exponent = torch.frexp(rows.abs().amax(1, keepdim=True)).exponent - _SCALED_EXPONENT[wire_dtype]
     exponent = exponent.clamp(-126, 126)
     packed = torch.empty(num_rows, bytes_per_row(dim, wire_dtype), dtype=torch.uint8, device=rows.device)
-    packed[:, :-_SCALE_BYTES] = torch.ldexp(rows, -exponent).to(wire_dtype).view(torch.uint8)
-    packed[:, -_SCALE_BYTES:] = torch.ldexp(torch.ones_like(rows[:, :1]), exponent).view(torch.uint8)
+    packed[:, :-_SCALE_BYTES] = (rows * _power_of_two(-exponent)).to(wire_dtype).view(torch.uint8)
+    packed[:, -_SCALE_BYTES:] = _power_of_two(exponent).view(torch.uint8)
     return packed
 
 
