@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -118,27 +119,39 @@ def run(rank: Rank, num_samples: int, max_length: int) -> None:
     loss_bound, weight_bound = (max(SAFETY * each, least) for each in noise)
     rank.say(f"bounds: losses {loss_bound:.1e}, weights {weight_bound:.1e}")
     for name, dims in layouts(rank.size).items():
-        mine = [rank.rank * num_samples // rank.size, (rank.rank + 1) * num_samples // rank.size]
-        mesh = dims.build_mesh(rank.device.type) if rank.size > 1 else None
-        result = _train(rank, [take(batch, range(*mine)) for batch in batches], num_samples, mesh)
-        loss, weight, where = deviation(result, reference)
-        passed = loss <= loss_bound <= CEILING and weight <= weight_bound <= CEILING
-        # Every rank compares, as each has gathered all: a rank that sees something else fails all.
-        passed = rank.reduce(float(passed), op=dist.ReduceOp.MIN)[0] == 1.0
-        degrees = {axis: getattr(dims, axis) for axis in dims.__dataclass_fields__}
-        rank.row(
-            name=name,
-            status="pass" if passed else "fail",
-            steps=STEPS,
-            loss_error=loss,
-            loss_bound=loss_bound,
-            weight_error=weight,
-            weight_bound=weight_bound,
-            worst_tensor=where,
-            losses=result.losses,
-            **degrees,
-        )
-        rank.say(f"{'PASS' if passed else 'FAIL'} {name}: losses {loss:.1e}, weights {weight:.1e} ({where})")
+        check = partial(_compare, rank, name, dims, batches, reference, (loss_bound, weight_bound))
+        rank.attempt(check, name=name)
+
+
+def _compare(
+    rank: Rank,
+    name: str,
+    dims: ParallelDims,
+    batches: list[Samples],
+    reference: Run,
+    bounds: tuple[float, float],
+) -> None:
+    num_samples = batches[0].batch.num_samples
+    first, last = (each * num_samples // rank.size for each in (rank.rank, rank.rank + 1))
+    mesh = dims.build_mesh(rank.device.type) if rank.size > 1 else None
+    result = _train(rank, [take(batch, range(first, last)) for batch in batches], num_samples, mesh)
+    errors = deviation(result, reference)
+    passed = all(error <= bound <= CEILING for error, bound in zip(errors[:2], bounds, strict=True))
+    # Every rank compares, as each has gathered all: a rank that sees something else fails all.
+    passed = rank.reduce(float(passed), op=dist.ReduceOp.MIN)[0] == 1.0
+    rank.row(
+        name=name,
+        status="pass" if passed else "fail",
+        steps=STEPS,
+        loss_error=errors[0],
+        loss_bound=bounds[0],
+        weight_error=errors[1],
+        weight_bound=bounds[1],
+        worst_tensor=errors[2],
+        losses=result.losses,
+        **{axis: getattr(dims, axis) for axis in dims.__dataclass_fields__},
+    )
+    rank.say(f"{'PASS' if passed else 'FAIL'} {name}: losses {errors[0]:.1e}, weights {errors[1]:.1e} ({errors[2]})")
 
 
 def _train(rank: Rank, batches: list[Samples], num_samples: int, mesh: ParallelMesh | None, *, pieces: int = 1) -> Run:

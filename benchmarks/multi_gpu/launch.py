@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -103,6 +103,23 @@ class Rank:
         """Whether so much of the budget is left, the same on all ranks."""
         return self.reduce(self.deadline - time.monotonic(), op=dist.ReduceOp.MIN)[0] >= seconds
 
+    def attempt(self, function: Callable[[], object], **row: Any) -> bool:
+        """Whether a function ran on all ranks; if it raised on one, a row with status "error" says why.
+
+        Where not all raise, the others may wait in a collective until its timeout, which ends the launch.
+        """
+        problem = None
+        try:
+            function()
+        except Exception as error:
+            traceback.print_exc()
+            problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if self.reduce(float(problem is not None))[0] == 0.0:
+            return True
+        self.row(status="error", reason=(problem or "another rank failed")[:400], **row)
+        self.say(f"{row.get('name')}: {problem or 'another rank failed'}")
+        return False
+
     def barrier(self) -> None:
         """Wait for all ranks and for this rank's device."""
         self.synchronize()
@@ -182,7 +199,9 @@ def _wait(processes: list[Any], folder: Path, deadline: float) -> str:
         failed = [
             rank
             for rank, process in enumerate(processes)
-            if not done[rank] and (not process.is_alive() or (folder / f"{rank}.error").exists())
+            if ((folder / f"{rank}.error").exists() or not process.is_alive())
+            # Asked last: it may have ended well since.
+            and not (folder / f"{rank}.done").exists()
         ]
         if failed:
             time.sleep(min(GRACE_S, max(0.0, deadline - time.monotonic())))

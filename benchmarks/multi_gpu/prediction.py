@@ -40,15 +40,14 @@ def predict(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     model = _describe(first, samples)
     for row in measured:
         # The planner overlaps, frees what it gathers, and knows no engines of collectives.
-        known = (
-            row.get("overlap", True) and row.get("sharded_at_rest", True) and row.get("gathers") in (None, "default")
-        )
-        if not known:
+        default = row.get("gathers", "default") == "default"
+        if not (default and row.get("overlap", True) and row.get("sharded_at_rest", True)):
             continue
         ranks, copies = row["ranks_in_use"], row.get("table_copies", 1)
         workload = Workload(
             samples_per_rank=row["local_batch"],
             row_bytes=BYTES[row.get("wire_dtype", "float32")],
+            table_gather=row.get("gather", "tables"),
             imbalance=max(1.0, row.get("imbalance", 1.0)),
         )
         dims = ParallelDims.for_world(ranks, sparse_replicate=copies)

@@ -14,6 +14,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ def run(
     """
     bench = _Bench(rank, preset, num_samples, max_length, Rows(item=item_rows), steps, precision)
     if engine is None:
-        bench.one_gpu()
+        rank.attempt(bench.one_gpu, name="one GPU")
         chosen = variants(rank.size) if rank.size > 1 else {}
     else:
         chosen = {f"base beside {engine}": Variant(), f"gathers {engine}": Variant(gathers=engine)}
@@ -118,7 +119,8 @@ def run(
         if not rank.has_seconds(8.0):
             rank.row(name=name, status="skipped", reason="the part's time is over")
             continue
-        bench.several(name, variant)
+        rank.attempt(partial(bench.several, name, variant), name=name)
+        _free()
 
 
 class _Bench:
