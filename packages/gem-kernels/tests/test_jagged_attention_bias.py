@@ -194,9 +194,10 @@ def test_interpreted_times_of_every_dtype(times, interpreter, poisoned_empty):
     check(by_launch, x, make_tables(x, "time", times=times))
 
 
-def test_interpreted_kernels_in_half_precision(interpreter, poisoned_empty):
+@pytest.mark.parametrize("head_dim", [24, 72])
+def test_interpreted_kernels_in_half_precision(head_dim, interpreter, poisoned_empty):
     # float16 only: the interpreter of Triton 3.6 to 3.9 multiplies bfloat16 tiles as integers.
-    x = inputs(LONG, num_heads=1, head_dim=24, dtype=torch.float16)
+    x = inputs(LONG, num_heads=1, head_dim=head_dim, dtype=torch.float16)
     check(by_launch, x, make_tables(x, radius=40, dtype=torch.float32), MASK_CASES[1])
 
 

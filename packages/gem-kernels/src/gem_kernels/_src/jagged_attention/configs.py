@@ -47,6 +47,6 @@ def select(
             block_n = max(16, block_n // 2)
         else:
             block_m = max(16, block_m // 2)
-    if has_bias and kernel == "forward" and head_dim > 64:
+    if has_bias and head_dim > 64 and (kernel == "forward" or (kernel == "dq" and shared_rows)):
         block_m, block_n = max(16, block_m // 2), min(block_n, 32)
     return dataclasses.replace(config, block_m=block_m, block_n=block_n)

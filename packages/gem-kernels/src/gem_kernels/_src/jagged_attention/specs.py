@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,13 +17,12 @@ from gem_kernels._src.jagged_attention.backward_dq import (
     _jagged_attention_bwd_dq_kernel,
     _jagged_attention_bwd_dq_seeds_kernel,
 )
-from gem_kernels._src.jagged_attention.bias import Bias
 from gem_kernels._src.jagged_attention.configs import select
 from gem_kernels._src.jagged_attention.forward import _jagged_attention_fwd_kernel
 from gem_kernels._src.jagged_attention.tables import (
     _jagged_attention_bwd_position_kernel,
     _jagged_attention_bwd_time_kernel,
-    select_square,
+    select_table,
 )
 
 _KERNELS: dict[Kernel, Any] = {
@@ -43,7 +42,8 @@ _BIAS_TYPES = {
     "ends_ptr": "*fp32",
     "tile_sequences_ptr": "*i64",
 }
-_NO_BIAS = dict.fromkeys(("position_ptr", "time_ptr", "times_q_ptr", "times_k_ptr"))
+Parts = Literal["none", "position", "time", "both"]
+"""Of the bias that a variant adds."""
 
 
 def _with_types(spec: CompileSpec) -> CompileSpec:
@@ -52,31 +52,34 @@ def _with_types(spec: CompileSpec) -> CompileSpec:
     return dataclasses.replace(spec, signature={**spec.signature, **types})
 
 
-def _bias_flags(bias: bool) -> dict[str, Any]:
-    """Both parts of a bias, or none."""
-    return {"HAS_POSITION": True, "HAS_TIME": True, "TIME_SHIFT": 0} if bias else {**_NO_BIAS, **Bias().flags()}
+def _bias_flags(parts: Parts) -> dict[str, Any]:
+    """Flags of the parts of a bias, and None for the tensors of the others."""
+    has_position, has_time = parts in ("position", "both"), parts in ("time", "both")
+    absent = [] if has_position else ["position_ptr"]
+    absent += [] if has_time else ["time_ptr", "times_q_ptr", "times_k_ptr"]
+    return {"HAS_POSITION": has_position, "HAS_TIME": has_time, "TIME_SHIFT": 0, **dict.fromkeys(absent)}
 
 
-def _table_specs(dtype: torch.dtype, dim: int, target: int) -> list[CompileSpec]:
-    """The two kernels of the table gradients, for all keys and for a window."""
-    config = select_square(dim, dtype, (target // 10, 0))
-    constexprs = {**_bias_flags(True), "HAS_ENDS": True, "BUCKETS": 64, "CHUNKS": 8, "BROADCAST_Q": False}
+def _table_specs(dtype: torch.dtype, dim: int, target: int, parts: Parts = "both") -> list[CompileSpec]:
+    """The kernels of the table gradients."""
+    config = select_table(dim, dtype, (target // 10, 0))
+    constexprs = {"HAS_ENDS": parts != "time", "BUCKETS": 64, "CHUNKS": 8, "BROADCAST_Q": False}
+    suffix = "" if parts == "both" else f"-{parts}"
+    kernels = {"time": _jagged_attention_bwd_time_kernel, "position": _jagged_attention_bwd_position_kernel}
     return [
         _with_types(
             attention_spec(
-                f"{name}-{TRITON_NAMES[dtype]}-{dim}-sm{target}",
+                f"table-{name}-{TRITON_NAMES[dtype]}-{dim}-sm{target}{suffix}",
                 kernel,
                 config,
                 dtype,
                 dim,
                 target=target,
-                constexprs=constexprs,
+                constexprs={**constexprs, **_bias_flags(parts)},
             )
         )
-        for name, kernel in (
-            ("time", _jagged_attention_bwd_time_kernel),
-            ("position", _jagged_attention_bwd_position_kernel),
-        )
+        for name, kernel in kernels.items()
+        if name == "time" or parts != "time"
     ]
 
 
@@ -89,13 +92,13 @@ def _spec(
     *,
     lengths: tuple[int, int] = (4096, 4096),
     window: bool = False,
-    bias: bool = False,
+    bias: Parts = "none",
     requests: bool = False,
     seeds: bool = False,
     search: bool = False,
 ) -> CompileSpec:
     shared_rows = seeds or (requests and name != "dq")
-    config = select(name, dim, dtype, (target // 10, 0), has_bias=bias, shared_rows=shared_rows)
+    config = select(name, dim, dtype, (target // 10, 0), has_bias=bias != "none", shared_rows=shared_rows)
     return _with_types(
         attention_spec(
             f"{name}-{TRITON_NAMES[dtype]}-{dim}-sm{target}{suffix}",
@@ -112,23 +115,36 @@ def _spec(
     )
 
 
+def _bias_and_pairing_specs(name: Kernel, target: int) -> list[CompileSpec]:
+    """A bias, seeds and requests at the head dims whose tiles differ; fewer of them for the second target."""
+    sizes = compiled_sizes(name)
+    if target == 100:
+        sizes = [(dtype, dim) for dtype, dim in sizes if dtype == torch.bfloat16 and dim >= 128]
+    specs = [_spec(name, dtype, dim, target, "-bias", bias="both") for dtype, dim in sizes]
+    half = (name, torch.bfloat16, 128, target)
+    specs.append(_spec(*half, "-request-bias", requests=True, bias="both"))
+    if name == "dqdkdv":
+        return specs
+    specs.append(_spec(*half, "-request-window", requests=True, window=True))
+    specs.append(_spec(*half, "-seeds-request", seeds=True, requests=True))
+    specs.append(_spec(*half, "-seeds-bias", seeds=True, bias="both"))
+    if target == 90:
+        specs.append(_spec(*half, "-bias-position", bias="position"))
+        specs.append(_spec(*half, "-bias-time", bias="time"))
+        specs.append(_spec(name, torch.bfloat16, 256, target, "-seeds", seeds=True))
+    return specs
+
+
 def compile_specs() -> Sequence[CompileSpec]:
     """Every tile configuration; a window, the searched grid and short tiles at one."""
     specs = []
     for target in (90, 100):
         for name in _KERNELS:
             specs += [_spec(name, dtype, dim, target) for dtype, dim in compiled_sizes(name)]
-            specs += [_spec(name, dtype, dim, target, "-bias", bias=True) for dtype, dim in compiled_sizes(name)]
+            specs += _bias_and_pairing_specs(name, target)
             if name != "dqdkdv":
                 specs.append(_spec(name, torch.bfloat16, 128, target, "-window", window=True))
-                for dim in (64, 128, 256):
-                    specs.append(_spec(name, torch.bfloat16, dim, target, "-seeds", seeds=True, requests=dim == 128))
-                specs.append(_spec(name, torch.bfloat16, 128, target, "-seeds-bias", seeds=True, bias=True))
-                specs.append(_spec(name, torch.bfloat16, 128, target, "-request", requests=True, window=True))
-                specs.append(_spec(name, torch.bfloat16, 128, target, "-request-bias", requests=True, bias=True))
-            else:
-                specs.append(_spec(name, torch.bfloat16, 128, target, "-request-bias", requests=True, bias=True))
-        for dtype, dim in compiled_sizes("forward"):
+        for dtype, dim in compiled_sizes("forward") if target == 90 else [(torch.bfloat16, 128), (torch.bfloat16, 256)]:
             specs += _table_specs(dtype, dim, target)
         specs.append(
             attention_spec(
@@ -141,6 +157,8 @@ def compile_specs() -> Sequence[CompileSpec]:
                 constexprs={"HAS_DLSE": False, "dlse_ptr": None, "BLOCK_R": DELTA_ROWS, "BLOCK_DV": power_of_two(128)},
             )
         )
+    for parts in ("position", "time"):
+        specs += _table_specs(torch.bfloat16, 128, 90, parts)
     for name in _KERNELS:
         if name != "dqdkdv":
             specs.append(_spec(name, torch.bfloat16, 64, 90, "-search", search=True))

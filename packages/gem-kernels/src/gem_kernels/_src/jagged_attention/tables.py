@@ -41,10 +41,14 @@ _CHUNKS = 8
 """Chunks of distances per program of the position kernel: one tile in nine gives only half of its diagonals."""
 
 
-def select_square(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> TileConfig:
-    """Configuration of both kernels, whose tiles are square and fit every GPU; only Hopper has room for two stages."""
+def select_table(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> TileConfig:
+    """Configuration of both kernels, small enough for every GPU; only Hopper has room for two stages.
+
+    ``block_n`` is that of the time kernel; the tiles of the position kernel are square.
+    """
     rows, num_warps = (16, 4) if dtype == torch.float32 else (64, 8) if head_dim <= 128 else (32, 8)
-    return TileConfig(block_m=rows, block_n=rows, num_warps=num_warps, num_stages=2 if capability[0] == 9 else 1)
+    keys = rows if head_dim <= 64 else min(rows, 32)
+    return TileConfig(block_m=rows, block_n=keys, num_warps=num_warps, num_stages=2 if capability[0] == 9 else 1)
 
 
 @triton.jit
@@ -365,7 +369,7 @@ def launch_table_gradients(
     left, right = clamp_window(left, right)
     pairing = pair_with_bias(q, offsets_q, offsets_k, request_index, max_seqlen_q, left, right, bias)
     num_sequences = pairing.num_queries
-    config = select_square(max(dim, dim_v), q.dtype, capability_of(q))
+    config = select_table(max(dim, dim_v), q.dtype, capability_of(q))
     rows = config.block_m
     # As a searched grid: the tiles before each sequence, known on the device only; the host knows a bound.
     tiles = (torch.diff(pairing.offsets_q.to(torch.int64)) + (rows - 1)) // rows
@@ -420,7 +424,7 @@ def launch_table_gradients(
                 bias.radius,
                 bias.num_buckets,
                 num_heads,
-                BLOCK_N=rows,
+                BLOCK_N=config.block_n,
                 BUCKETS=buckets,
                 HAS_ENDS=has_ends,
                 **shared,
