@@ -21,6 +21,7 @@ def _product(
     stride_wn,
     num_rows,
     first_n,
+    one,
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -45,22 +46,20 @@ def _product(
     squares = tl.zeros([BLOCK_M, BLOCK_K], dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
         if K % BLOCK_K == 0:
-            x = tl.load(x_ptrs, cache_modifier=".ca")
+            x = tl.load(x_ptrs)
             w = tl.load(w_ptrs)
         else:
             mask_k = (offs_k < K - k)[None, :]
-            x = tl.load(x_ptrs, mask=mask_k, other=0.0, cache_modifier=".ca")
+            x = tl.load(x_ptrs, mask=mask_k, other=0.0)
             w = tl.load(w_ptrs, mask=mask_k, other=0.0)
-        acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
         if SQUARES:
-            # Loaded again, from L1, where the copy for the product left it. A tile in shared memory that a product of
-            # Hopper reads and a register does too gets one buffer too few (Triton 3.9): the copy of a later tile
-            # overwrites it while the product is still at work. The loads differ, so that they are not made one.
-            if K % BLOCK_K == 0:
-                wide = tl.load(x_ptrs, eviction_policy="evict_first").to(tl.float32)
-            else:
-                wide = tl.load(x_ptrs, mask=mask_k, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            # Times 1, which the compiler does not know: product and squares both read registers. A tile that a product
+            # of Hopper reads in shared memory and another operation in registers gets one buffer too few (Triton 3.6
+            # to 3.9), and the copy of a later tile overwrites it while the product is still at work.
+            wide = x.to(tl.float32) * one
             squares += wide * wide
+            x = wide.to(x.dtype)
+        acc = tl.dot(x, tl.trans(w), acc, input_precision=PRECISION)
         x_ptrs += BLOCK_K
         w_ptrs += BLOCK_K
     return acc, tl.sum(squares, 1)
@@ -100,6 +99,7 @@ def _rmsnorm_linear_fwd_kernel(
     stride_wn,
     num_rows,
     eps,
+    one,  # 1.0
     N: tl.constexpr,
     K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -115,7 +115,7 @@ def _rmsnorm_linear_fwd_kernel(
     first_n = (pid % TILES_N) * BLOCK_N
     num_rows -= first
     acc, squares = _product(
-        x_ptr + first * stride_xm, w_ptr, stride_xm, stride_wn, num_rows, first_n,
+        x_ptr + first * stride_xm, w_ptr, stride_xm, stride_wn, num_rows, first_n, one,
         N, K, BLOCK_M, BLOCK_N, BLOCK_K, True, PRECISION,
     )  # fmt: skip
     rrms = tl.rsqrt(squares / K + eps)
@@ -214,7 +214,7 @@ def _linear_norm_fwd_kernel(
     out_ptr += first * N
     unit_ptr += first * N
     left, _ = _product(
-        x_ptr, w_ptr, stride_xm, stride_wn, num_rows, 0, N, K, BLOCK_M, BLOCK_N, BLOCK_K, False, PRECISION
+        x_ptr, w_ptr, stride_xm, stride_wn, num_rows, 0, 1.0, N, K, BLOCK_M, BLOCK_N, BLOCK_K, False, PRECISION
     )
     left = _with_bias(left, bias_ptr, 0, N, HAS_BIAS, BLOCK_N)
     mean, squares = _moments(left, 0, N, IS_LAYER, BLOCK_N)
@@ -223,7 +223,20 @@ def _linear_norm_fwd_kernel(
         # with those of the second.
         _store_columns(out_ptr, left, num_rows, 0, N, BLOCK_M, BLOCK_N)
         right, _ = _product(
-            x_ptr, w_ptr, stride_xm, stride_wn, num_rows, BLOCK_N, N, K, BLOCK_M, BLOCK_N, BLOCK_K, False, PRECISION
+            x_ptr,
+            w_ptr,
+            stride_xm,
+            stride_wn,
+            num_rows,
+            BLOCK_N,
+            1.0,
+            N,
+            K,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            False,
+            PRECISION,
         )
         right = _with_bias(right, bias_ptr, BLOCK_N, N, HAS_BIAS, BLOCK_N)
         mean_right, squares_right = _moments(right, BLOCK_N, N, IS_LAYER, BLOCK_N)
@@ -289,6 +302,7 @@ def launch_fused_rmsnorm_linear(x: Tensor, folded: Tensor, bias: Tensor | None, 
             folded.stride(0),
             num_rows,
             eps,
+            1.0,
             N=out_features,
             K=in_features,
             HAS_BIAS=bias is not None,

@@ -40,7 +40,7 @@ def _spec(
         elif name.endswith("_ptr"):
             signature[name] = f"*{TRITON_NAMES[dtype]}"
         else:
-            signature[name] = "fp32" if name == "eps" else "i32"
+            signature[name] = "fp32" if name in ("eps", "one") else "i32"
     return CompileSpec(
         id=f"{spec_id}-{TRITON_NAMES[dtype]}",
         kernel=kernel,
@@ -89,7 +89,7 @@ def _matmul_spec(
         num_stages=config.num_stages,
         targets=targets,
         # After the loop: the product in the layout of the matrix unit and the same in that of the stores.
-        max_spill_bytes=_MAX_SPILL_BYTES if out_features > config.block_n else 0,
+        max_spill_bytes=_MAX_SPILL_BYTES if out_features > config.block_n else 64,
     )
 
 
