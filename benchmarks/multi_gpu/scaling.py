@@ -302,11 +302,20 @@ class _Bench:
             timer=PhaseTimer(device),
         )
 
+        next_index = 0
+
+        def exchange_ahead(*_: object) -> None:
+            # Forward is enqueued and backward is not, so the host waits here for ids only and not for gradients.
+            ahead[next_index] = exchange(next_index)
+
+        if overlap:
+            model.register_forward_hook(exchange_ahead)
+
         def step(index: int) -> None:
+            nonlocal next_index
+            next_index = index + 1
             batch = batches[index % NUM_BATCHES].batch
             pending = ahead.pop(index) if index in ahead else exchange(index)
-            if overlap:
-                ahead[index + 1] = exchange(index + 1)
             train(index, Staged(batch, batch, pending, num_samples, {}))
 
         return step
