@@ -326,6 +326,7 @@ def launch_dkdv(
         capability_of(q),
         has_bias=bias.is_set,
         shared_rows=pairing.indexed,
+        requests=pairing.request_index is not None,
     )
     columns = shared["BLOCK_D"] + shared["BLOCK_DV"]
     config = fit_lengths(config, pairing.max_seqlen_q, max_seqlen_k, columns_per_key=columns)

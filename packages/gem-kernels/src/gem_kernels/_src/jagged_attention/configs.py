@@ -33,12 +33,14 @@ def select(
     *,
     has_bias: bool = False,
     shared_rows: bool = False,
+    requests: bool = False,
 ) -> TileConfig:
     """Configuration of one kernel; a pure function, so that all ranks of a job agree.
 
     ``head_dim`` is the larger of D and D_v. Short sequences shrink the tiles afterwards (``fit_lengths``). With a bias
     the streamed side of the tile is half as long, and wide forward tiles are smaller still: entries and gaps of all
-    pairs take registers. So do sums over the sequences that share seeds or keys (``shared_rows``) in the backward.
+    pairs take registers. So do sums over the sequences that share seeds or keys (``shared_rows``) in the backward,
+    the more so where they live across a loop over the query sequences of a request (``requests``).
     """
     config = select_from(kernel, head_dim, dtype, capability, large=_LARGE, small=_SMALL)
     block_m, block_n = config.block_m, config.block_n
@@ -49,4 +51,6 @@ def select(
             block_m = max(16, block_m // 2)
     if has_bias and head_dim > 64 and (kernel == "forward" or (kernel == "dq" and shared_rows)):
         block_m, block_n = max(16, block_m // 2), min(block_n, 32)
+    if requests and kernel == "dkdv" and head_dim > 64:
+        block_n = min(block_n, 64)
     return dataclasses.replace(config, block_m=block_m, block_n=block_n)

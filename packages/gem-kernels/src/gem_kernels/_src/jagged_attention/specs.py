@@ -98,7 +98,9 @@ def _spec(
     search: bool = False,
 ) -> CompileSpec:
     shared_rows = seeds or (requests and name != "dq")
-    config = select(name, dim, dtype, (target // 10, 0), has_bias=bias != "none", shared_rows=shared_rows)
+    config = select(
+        name, dim, dtype, (target // 10, 0), has_bias=bias != "none", shared_rows=shared_rows, requests=requests
+    )
     return _with_types(
         attention_spec(
             f"{name}-{TRITON_NAMES[dtype]}-{dim}-sm{target}{suffix}",

@@ -44,9 +44,12 @@ _CHUNKS = 8
 def select_table(head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> TileConfig:
     """Configuration of both kernels, small enough for every GPU; only Hopper has room for two stages.
 
-    ``block_n`` is that of the time kernel; the tiles of the position kernel are square.
+    ``block_n`` is that of the time kernel; the tiles of the position kernel are square. On Blackwell they have 32 rows:
+    tiles of 64 go through tensor memory, for which Triton 3.6 finds no layout in the time kernel.
     """
-    rows, num_warps = (16, 4) if dtype == torch.float32 else (64, 8) if head_dim <= 128 else (32, 8)
+    rows, num_warps = (16, 4) if dtype == torch.float32 else (64, 8)
+    if head_dim > 128 or capability[0] == 10:
+        rows = min(rows, 32)
     keys = rows if head_dim <= 64 else min(rows, 32)
     return TileConfig(block_m=rows, block_n=keys, num_warps=num_warps, num_stages=2 if capability[0] == 9 else 1)
 
