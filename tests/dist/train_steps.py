@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
 from gem_model import RankingConfig, RankingModel, SequenceTowerConfig
 from gem_parallel import (
     FeatureConfig,
@@ -23,7 +25,6 @@ from gem_parallel import (
     parallelize,
 )
 from gem_train.data import EventSource, generate
-from torch.distributed.tensor import DTensor
 
 
 def full(value: torch.Tensor) -> torch.Tensor:
