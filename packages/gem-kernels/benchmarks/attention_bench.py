@@ -11,6 +11,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +43,25 @@ class Shape:
 
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+Context = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class Provider(NamedTuple):
+    """One way to compute the op."""
+
+    forward: Forward
+    context: Context = contextlib.nullcontext
+    """What a call, forward or backward, runs in."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The output."""
+        with self.context():
+            return self.forward(q, k, v)
+
+    def differentiate(self, out: Tensor, tensors: Sequence[Tensor], do: Tensor) -> tuple[Tensor, ...]:
+        """Gradients of ``tensors``, keeping what a second call needs."""
+        with self.context():
+            return torch.autograd.grad(out, tensors, do, retain_graph=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +73,7 @@ class Op:
     """(q, k, v, *, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k) -> (T_q, H, D)."""
     reference: Callable[..., Tensor]
     """(q, k, v, *, offsets_q, offsets_k) -> (T_q, H, D): the loop."""
-    variants: Mapping[str, Callable[[], contextlib.AbstractContextManager[None]]] = field(default_factory=dict)
+    variants: Mapping[str, Context] = field(default_factory=dict)
     """Other kernels of the op: name, and the context in which a call takes them."""
 
     def on(self, x: AttentionInputs) -> Forward:
@@ -98,33 +118,22 @@ def dense_sdpa(shape: Shape, backend: torch.nn.attention.SDPBackend) -> Forward:
     return attend
 
 
-def make_providers(op: Op, shape: Shape, x: AttentionInputs) -> dict[str, Forward]:
+def make_providers(op: Op, shape: Shape, x: AttentionInputs) -> dict[str, Provider]:
     """Ours first; of torch, what takes this shape."""
-    attend = op.on(x)
-    providers = {f"gem_kernels.{op.name}": attend}
+    providers = {f"gem_kernels.{op.name}": Provider(op.on(x))}
     for name, context in op.variants.items():
-
-        def variant(
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            context: Callable[[], contextlib.AbstractContextManager[None]] = context,
-        ) -> Tensor:
-            with context():
-                return attend(q, k, v)
-
-        providers[f"gem_kernels.{op.name} {name}"] = variant
+        providers[f"gem_kernels.{op.name} {name}"] = Provider(op.on(x), context)
     if shape.is_dense:
         backends = torch.nn.attention.SDPBackend
-        providers["torch sdpa cudnn"] = dense_sdpa(shape, backends.CUDNN_ATTENTION)
-        providers["torch sdpa flash"] = dense_sdpa(shape, backends.FLASH_ATTENTION)
+        providers["torch sdpa cudnn"] = Provider(dense_sdpa(shape, backends.CUDNN_ATTENTION))
+        providers["torch sdpa flash"] = Provider(dense_sdpa(shape, backends.FLASH_ATTENTION))
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return providers
     offsets_q, offsets_k = x.offsets_q.to(torch.int32), x.offsets_k.to(torch.int32)
-    providers["torch varlen_attn"] = lambda q, k, v: varlen_attn(
-        q, k, v, offsets_q, offsets_k, x.max_seqlen_q, x.max_seqlen_k
+    providers["torch varlen_attn"] = Provider(
+        lambda q, k, v: varlen_attn(q, k, v, offsets_q, offsets_k, x.max_seqlen_q, x.max_seqlen_k)
     )
     return providers
 
@@ -140,7 +149,7 @@ def check(op: Op, x: AttentionInputs) -> None:
 
 
 def directions(
-    op: Op, shape: Shape, x: AttentionInputs, providers: dict[str, Forward]
+    op: Op, shape: Shape, x: AttentionInputs, providers: dict[str, Provider]
 ) -> Iterator[tuple[Work, dict[str, Callable[[], object]]]]:
     """Forward, then backward, with what each costs."""
     pairs = count_pairs(x.offsets_q, x.offsets_k, -1, -1)
@@ -148,32 +157,29 @@ def directions(
     bytes_q, bytes_k = (t.numel() * t.element_size() for t in (x.q, x.k))
     common = {"op": op.name, "shape": shape.id, "dtype": torch.bfloat16}
     work = Work(direction="forward", flops=forward_flops(*counts), num_bytes=2 * bytes_q + 2 * bytes_k, **common)
-    yield work, {name: lambda f=f: f(x.q, x.k, x.v) for name, f in providers.items()}
+    yield work, {name: lambda p=p: p.attend(x.q, x.k, x.v) for name, p in providers.items()}
     tensors = tuple(t.detach().requires_grad_() for t in (x.q, x.k, x.v))
     work = Work(direction="backward", flops=backward_flops(*counts), num_bytes=3 * bytes_q + 4 * bytes_k, **common)
-    outputs = {name: f(*tensors) for name, f in providers.items()}
+    outputs = {name: p.attend(*tensors) for name, p in providers.items()}
     yield (
         work,
-        {
-            name: lambda out=out: torch.autograd.grad(out, tensors, x.do, retain_graph=True)
-            for name, out in outputs.items()
-        },
+        {name: lambda p=p, out=outputs[name]: p.differentiate(out, tensors, x.do) for name, p in providers.items()},
     )
 
 
-def supported(x: AttentionInputs, providers: dict[str, Forward]) -> dict[str, Forward]:
+def supported(x: AttentionInputs, providers: dict[str, Provider]) -> dict[str, Provider]:
     """The providers that take this batch, forward and backward; why another does not is printed."""
     found = {}
-    for name, forward in providers.items():
+    for name, provider in providers.items():
         tensors = tuple(t.detach().requires_grad_() for t in (x.q, x.k, x.v))
         try:
-            torch.autograd.grad(forward(*tensors), tensors, x.do)
+            provider.differentiate(provider.attend(*tensors), tensors, x.do)
         except RuntimeError as error:
             if name.startswith("gem_kernels"):
                 raise
             print(f"# {name}: {str(error).splitlines()[0]}")
         else:
-            found[name] = forward
+            found[name] = provider
     return found
 
 
@@ -194,7 +200,9 @@ def tune(op: Op, kernel: str, shape: Shape, base: Base, repeats: int) -> None:
         with override(kernel, config):
             try:
                 work, functions = next(
-                    item for item in directions(op, shape, x, {sizes: op.on(x)}) if item[0].direction == direction
+                    item
+                    for item in directions(op, shape, x, {sizes: Provider(op.on(x))})
+                    if item[0].direction == direction
                 )
                 compare(work, functions, device=torch.device("cuda"), warmup=2, repeats=repeats, base=base)
             except Exception as error:

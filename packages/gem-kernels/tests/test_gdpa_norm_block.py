@@ -74,7 +74,8 @@ CASES = [
     Case(id="no-query-residual", query_residual=False, weights=("norm_weight",)),
     Case(id="no-residual", residual=False, post_scale=0.5),
     Case(id="no-residuals", query_residual=False, residual=False, weights=WEIGHTS),
-    Case(id="grouped", num_heads=4, num_heads_kv=2, activation="relu", weights=WEIGHTS),
+    # No activation with a kink: which side of it a score falls on depends on a rounding of the norm before.
+    Case(id="grouped", num_heads=4, num_heads_kv=2, activation="silu", weights=WEIGHTS),
     Case(id="odd-features", num_heads=3, num_heads_kv=3, head_dim=24, weights=WEIGHTS),
     Case(id="strided", contiguous=False, weights=WEIGHTS),
     Case(id="one-head", num_heads=1, num_heads_kv=1),
@@ -368,7 +369,7 @@ GPU_CASES = [
         num_heads=4,
         num_heads_kv=4,
         head_dim=128,
-        activation="fast_gelu",
+        activation="gelu_approx",
         pre_scale=0.1,
         weights=WEIGHTS,
     ),

@@ -15,7 +15,7 @@ class Peers:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(torch.cuda.nccl, "version", lambda: nccl)
-        monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
+        monkeypatch.setattr(choose, "_driver_version", lambda: driver)
         monkeypatch.setattr(choose, "_peers", lambda one, two: links)
         monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
         policy = type("ProcessGroupNCCL", (), {"NCCL_CTA_POLICY_ZERO": 2})

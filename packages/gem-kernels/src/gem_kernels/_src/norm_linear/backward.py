@@ -42,4 +42,5 @@ def launch_linear_norm_backward(
     dx, dweight = torch.mm(dhidden, weight), torch.mm(dhidden.T, x)
     if totals is None:
         return dx, dweight, weight.new_empty(0), weight.new_empty(0), weight.new_empty(0)
-    return dx, dweight, totals.dx.to(x.dtype), totals.dweight.to(x.dtype), totals.dy.to(x.dtype)
+    # Copies even in float32: the totals are parts of one tensor, and an op must not return two views of one.
+    return dx, dweight, *(t.to(x.dtype, copy=True) for t in (totals.dx, totals.dweight, totals.dy))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import socket
 from collections.abc import Mapping, Sequence
@@ -73,13 +74,22 @@ def _zero_cta() -> FeatureStatus:
         return FeatureStatus(
             feature=name, available=False, reason=reason, remedy="pip install 'nvidia-nccl-cu13>=2.28'"
         )
-    library: Any = torch._C
-    driver = int(library._cuda_getDriverVersion())
+    driver = _driver_version()
     if driver < CUDA_DRIVER:
         reason = f"the driver is for CUDA {driver // 1000}.{driver % 1000 // 10}, copy-engine collectives need 12.5"
         return FeatureStatus(feature=name, available=False, reason=reason, remedy="update the NVIDIA driver")
     reason = f"NCCL {text}, for groups on one host made with zero_cta_options() or under NCCL_CTA_POLICY=2"
     return FeatureStatus(feature=name, available=True, reason=reason)
+
+
+def _driver_version() -> int:
+    """CUDA version that the installed driver is for, 12050 for 12.5; 0 if it cannot be asked."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return 0
+    return version.value
 
 
 def _low_contention() -> FeatureStatus:
