@@ -117,6 +117,12 @@ def module(session: nox.Session, *command: str, **variables: str) -> None:
     session.run(shared_python(session), "-m", *command, env=environment(session, **variables))
 
 
+def gem_command(session: nox.Session, *arguments: str) -> None:
+    """Run the command line `gem`; after Ctrl-C it has the time that its last step and checkpoint take."""
+    command = [shared_python(session), "-m", "gem_train.cli", *arguments]
+    session.run(*command, env=environment(session), interrupt_timeout=300.0, terminate_timeout=60.0)
+
+
 def pytest(session: nox.Session, *arguments: str, python: str | None = None, **variables: str) -> None:
     """Run pytest with one thread per process, unless the caller says otherwise: tests start processes themselves."""
     command = [python or shared_python(session), "-m", "pytest", "-c", str(ROOT / "pyproject.toml")]
@@ -291,13 +297,13 @@ def build(session: nox.Session) -> None:
 @gem_session()
 def gem(session: nox.Session) -> None:
     """The command line `gem` in the checks' environment: `nox -s gem -- doctor`."""
-    module(session, "gem_train.cli", *posargs(session))
+    gem_command(session, *posargs(session))
 
 
 @gem_session()
 def demo(session: nox.Session) -> None:
     """Train the demo: `gem train ml-latest-small --out runs/demo`; arguments after `--` follow."""
-    module(session, "gem_train.cli", "train", "ml-latest-small", "--out", "runs/demo", *posargs(session))
+    gem_command(session, "train", "ml-latest-small", "--out", "runs/demo", *posargs(session))
 
 
 @nox.session(venv_backend="none")

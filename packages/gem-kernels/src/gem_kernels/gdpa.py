@@ -17,10 +17,14 @@ from torch import Tensor
 from gem_kernels._src.attention.window import normalize_window
 from gem_kernels._src.autocast import autocast_operands
 from gem_kernels._src.gdpa.activation import Activation, activation_name
+from gem_kernels._src.gdpa.names import ACTIVATION_NAMES
 from gem_kernels._src.gdpa.op import gdpa_op
 from gem_kernels._src.validate import check_attention, check_scalar, check_targets, check_window
 
-__all__ = ["Activation", "gdpa"]
+__all__ = ["ACTIVATIONS", "Activation", "gdpa"]
+
+ACTIVATIONS = ACTIVATION_NAMES
+"""Names of the built-in activations."""
 
 
 def gdpa(

@@ -7,26 +7,14 @@ from typing import Literal
 
 from torch import nn
 
+from gem_kernels.gdpa import ACTIVATIONS
+
 __all__ = ["Activation", "RankingConfig", "SelfAttention", "SequenceTowerConfig"]
 
 SelfAttention = Literal["window", "block", "none"]
 """Self-attention of one sequence layer: sliding window, diagonal blocks, or skipped."""
 Activation = Literal["relu", "gelu", "silu"]
 """Activation of the MLPs."""
-
-_PFFN_ACTIVATIONS = (
-    "raw",
-    "gelu",
-    "gelu_approx",
-    "fast_gelu",
-    "leaky_relu",
-    "relu",
-    "silu",
-    "fast_silu",
-    "hardswish",
-    "relu_square",
-    "fast_gelu_taylor_approx",
-)
 
 
 def _at_least(owner: str, minimum: int, **values: int) -> None:
@@ -143,7 +131,7 @@ class SequenceTowerConfig:
             _one_of(owner, "self_attention", kind, ("window", "block", "none"))
         if self.block_size not in (32, 64, 128):
             raise ValueError(f"{owner}: `block_size` must be 32, 64 or 128, got {self.block_size}; choose one.")
-        _one_of(owner, "pffn_activation", self.pffn_activation, _PFFN_ACTIVATIONS)
+        _one_of(owner, "pffn_activation", self.pffn_activation, ACTIVATIONS)
         _check_dropout(owner, self.dropout)
 
     @property

@@ -43,4 +43,5 @@ def launch_linear_norm_backward(
     if totals is None:
         return dx, dweight, weight.new_empty(0), weight.new_empty(0), weight.new_empty(0)
     # Copies even in float32: the totals are parts of one tensor, and an op must not return two views of one.
-    return dx, dweight, *(t.to(x.dtype, copy=True) for t in (totals.dx, totals.dweight, totals.dy))
+    dbias, dnorm_weight, dnorm_bias = (t.to(x.dtype, copy=True) for t in (totals.dx, totals.dweight, totals.dy))
+    return dx, dweight, dbias, dnorm_weight, dnorm_bias
