@@ -16,8 +16,8 @@ from gem_parallel._src.status import FeatureStatus
 
 __all__ = ["FeatureStatus", "engine_report", "require_fbgemm"]
 
-KNOWN_PAIRS = {"2.13": "1.8", "2.11": "1.6"}
-"""torch release -> the fbgemm-gpu release built against its ABI; only pairs that this project's tests ran on."""
+KNOWN_PAIRS = {"fbgemm-gpu-cpu": ("2.13", "1.8"), "fbgemm-gpu": ("2.11", "1.6")}
+"""Build of fbgemm -> the torch and fbgemm releases that this project's tests ran on, as the extras cpu and cuda pin."""
 
 
 def _release(version: str) -> str:
@@ -25,13 +25,15 @@ def _release(version: str) -> str:
     return f"{match[1]}.{match[2]}" if match else version
 
 
-def _pip_line(torch_release: str, cuda: bool) -> str:
-    distribution = "fbgemm-gpu" if cuda else "fbgemm-gpu-cpu"
-    fbgemm = KNOWN_PAIRS.get(torch_release)
-    if fbgemm is not None:
-        return f"pip install '{distribution}=={fbgemm}.*'"
-    newest, partner = max(KNOWN_PAIRS.items(), key=lambda pair: [int(part) for part in pair[0].split(".")])
-    return f"pip install 'torch=={newest}.*' '{distribution}=={partner}.*'"
+def _wanted_build() -> str:
+    # By the device, not by torch's build: from the package index torch for CUDA also comes to machines without a GPU.
+    return "fbgemm-gpu" if torch.cuda.is_available() else "fbgemm-gpu-cpu"
+
+
+def _pip_line(distribution: str) -> str:
+    torch_release, fbgemm_release = KNOWN_PAIRS[distribution]
+    torch_part = "" if _release(torch.__version__) == torch_release else f"'torch=={torch_release}.*' "
+    return f"pip install {torch_part}'{distribution}=={fbgemm_release}.*'"
 
 
 def installed_fbgemm() -> tuple[str, str] | None:
@@ -60,41 +62,42 @@ def _import_problem() -> str | None:
 
 
 def _fbgemm_status() -> FeatureStatus:
-    cuda = torch.version.cuda is not None
-    line = _pip_line(_release(torch.__version__), cuda)
+    wanted = _wanted_build()
     found = installed_fbgemm()
     problem = _import_problem()
     if problem is None:
         name = " ".join(found) if found is not None else "fbgemm_gpu (no distribution metadata)"
         return FeatureStatus(feature="fbgemm", available=True, reason=f"{name} imports")
     if found is None:
-        return FeatureStatus(feature="fbgemm", available=False, reason="fbgemm-gpu is not installed", remedy=line)
-    reason = f"{found[0]} {found[1]} does not load with torch {torch.__version__} ({problem})"
-    return FeatureStatus(feature="fbgemm", available=False, reason=reason, remedy=line)
+        reason = f"{wanted} is not installed"
+    else:
+        reason = f"{found[0]} {found[1]} does not load with torch {torch.__version__} ({problem})"
+    return FeatureStatus(feature="fbgemm", available=False, reason=reason, remedy=_pip_line(wanted))
 
 
 def _pair_status() -> FeatureStatus:
-    release = _release(torch.__version__)
+    name, wanted = "torch_fbgemm_pair", _wanted_build()
     found = installed_fbgemm()
-    line = _pip_line(release, torch.version.cuda is not None)
-    known = ", ".join(f"torch {left} with fbgemm {right}" for left, right in KNOWN_PAIRS.items())
     if found is None:
-        return FeatureStatus(
-            feature="torch_fbgemm_pair", available=False, reason="fbgemm-gpu is not installed", remedy=line
-        )
+        reason = f"{wanted} is not installed"
+        return FeatureStatus(feature=name, available=False, reason=reason, remedy=_pip_line(wanted))
     pair = f"torch {torch.__version__} with {found[0]} {found[1]}"
-    if KNOWN_PAIRS.get(release) == _release(found[1]):
-        return FeatureStatus(feature="torch_fbgemm_pair", available=True, reason=f"{pair} is a tested pair")
-    return FeatureStatus(
-        feature="torch_fbgemm_pair",
-        available=False,
-        reason=f"{pair} is not a tested pair; tested: {known}",
-        remedy=line,
-    )
+    if KNOWN_PAIRS[found[0]] == (_release(torch.__version__), _release(found[1])):
+        return FeatureStatus(feature=name, available=True, reason=f"{pair} is a tested pair")
+    known = ", ".join(f"torch {left} with {build} {right}" for build, (left, right) in KNOWN_PAIRS.items())
+    reason = f"{pair} is not a tested pair; tested: {known}"
+    return FeatureStatus(feature=name, available=False, reason=reason, remedy=_pip_line(wanted))
 
 
 def _cuda_status(fbgemm: FeatureStatus) -> FeatureStatus:
     name = "embeddings_cuda"
+    if not torch.cuda.is_available():
+        return FeatureStatus(
+            feature=name,
+            available=False,
+            reason="torch sees no CUDA device",
+            remedy="run on a machine with a CUDA GPU and a CUDA build of torch",
+        )
     if not fbgemm.available:
         return FeatureStatus(feature=name, available=False, reason=fbgemm.reason, remedy=fbgemm.remedy)
     found = installed_fbgemm()
@@ -103,14 +106,7 @@ def _cuda_status(fbgemm: FeatureStatus) -> FeatureStatus:
             feature=name,
             available=False,
             reason=f"{found[0]} {found[1]} holds CPU kernels only",
-            remedy=_pip_line(_release(torch.__version__), True),
-        )
-    if not torch.cuda.is_available():
-        return FeatureStatus(
-            feature=name,
-            available=False,
-            reason="torch sees no CUDA device",
-            remedy="run on a machine with a CUDA GPU and a CUDA build of torch",
+            remedy=_pip_line("fbgemm-gpu"),
         )
     return FeatureStatus(feature=name, available=True, reason=f"tables on {torch.cuda.get_device_name()}")
 
