@@ -46,6 +46,8 @@ class RunRecord:
     """All settings, changes applied."""
     versions: dict[str, str]
     """Package -> version that made the run."""
+    encodings: dict[str, str] | None = None
+    """`EventLog.encodings` of the data; None in runs of versions that did not keep them."""
 
 
 class RunDirectory:
@@ -128,6 +130,37 @@ class RunDirectory:
             return RunRecord(**values)
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path} is damaged ({error}); it cannot be used") from error
+
+    def compare_encodings(self, record: RunRecord, encodings: Mapping[str, str], data: str | None) -> str | None:
+        """Refuses data whose values would reach other embedding rows, or other dense values, than in training.
+
+        Args:
+            record: What made the run.
+            encodings: `EventLog.encodings` of the data in hand.
+            data: Its directory; None for generated data.
+
+        Returns:
+            None, or a note to print if the run does not say what it was trained with.
+
+        Raises:
+            ConfigError: listing each encoding that differs.
+        """
+        if record.encodings is None:
+            return (
+                f"note: {self.path} is of a version that did not record how its data was encoded; whether "
+                f"{data or 'the generated data'} is encoded alike was not checked"
+            )
+        different = [
+            f"{name}: run {record.encodings.get(name, 'none')}, now {encodings.get(name, 'none')}"
+            for name in sorted(record.encodings.keys() | encodings.keys())
+            if record.encodings.get(name) != encodings.get(name)
+        ]
+        if different:
+            raise ConfigError(
+                f"--data: {data or 'the generated data'} is encoded otherwise than the data {self.path} was trained "
+                f"with, so its scores would mean nothing: {'; '.join(different)}. Name the data of the run"
+            )
+        return None
 
     def compare(self, settings: Mapping[str, Any], *, changeable: frozenset[str] = frozenset()) -> None:
         """Refuses settings that differ from those of the run.

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from gem_train.checkpoint import Checkpointer
-from gem_train.cli.output import say
+from gem_train.cli.output import complain, say
 from gem_train.cli.table import format_table
 from gem_train.errors import ConfigError
 from gem_train.evaluation import evaluate
@@ -35,7 +35,11 @@ def run(args: argparse.Namespace) -> int:
     if step is None:
         raise ConfigError(f"{directory.path} has no checkpoint; train it first")
     recipe = recipes.get(record.recipe)
-    log = recipe.load(recipe.directory(args.data or record.data))
+    data = recipe.directory(args.data or record.data)
+    log = recipe.load(data)
+    note = directory.compare_encodings(record, log.encodings, None if data is None else str(data))
+    if note is not None:
+        complain(note)
     config = recipes.RunConfig.resolve(recipe, log, record.assignments)
     directory.compare(config.to_dict())
     world = join(args.device)

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     directory = RunDirectory(args.out or _default_out(recipe.name, args.precision))
     if not is_worker():
         directory.check(resume=args.resume, overwrite=args.overwrite)
-        recipe.directory(args.data)
+        _data(args, recipe, _old_record(directory, recipe) if args.resume else None)
         if args.nproc != 1:
             error = run_workers([sys.executable, "-m", "gem_train.cli", *args.argv], args.nproc)
             if error is None:
@@ -72,19 +72,22 @@ def _train(
     from gem_train.recipes import RunConfig, build
 
     world.on_first(lambda: directory.check(resume=args.resume, overwrite=args.overwrite))
-    old = directory.read() if args.resume else None
+    old = _old_record(directory, recipe) if args.resume else None
     record = RunRecord(
         recipe=recipe.name,
         precision=args.precision or (old.precision if old else "fp32"),
-        data=_text(recipe.directory(args.data or (old.data if old else None))),
+        data=_data(args, recipe, old),
         assignments=given if old is None else old.assignments | given,
         settings={},
         versions=versions(),
     )
     log = recipe.load(None if record.data is None else Path(record.data))
     config = RunConfig.resolve(recipe, log, record.assignments)
-    record = replace(record, settings=config.to_dict())
+    record = replace(record, settings=config.to_dict(), encodings=dict(log.encodings))
     if old is not None:
+        note = directory.compare_encodings(old, log.encodings, record.data)
+        if note is not None and world.is_first:
+            complain(note)
         _check_same_run(directory, old, record)
     parts = build(config, log, world, precision=record.precision)
     checkpointer = Checkpointer(directory.checkpoints, world=world, keep_last=config.trainer.keep_last)
@@ -138,9 +141,21 @@ def _open_log(
     return RunLog(directory.path, resume_step=resume_step) if world.is_first else nullcontext()
 
 
+def _old_record(directory: RunDirectory, recipe: "Recipe") -> RunRecord:
+    """What made the run that is to be continued, which must be one of this recipe."""
+    old = directory.read()
+    if old.recipe != recipe.name:
+        raise ConfigError(f"--resume: {directory.path} is a run of {old.recipe}, got {recipe.name}; name that recipe")
+    return old
+
+
+def _data(args: argparse.Namespace, recipe: "Recipe", old: RunRecord | None) -> str | None:
+    """The data directory, absolute so that the run can be evaluated from anywhere; None for generated data."""
+    path = recipe.directory(args.data or (old.data if old else None))
+    return None if path is None else str(path.absolute())
+
+
 def _check_same_run(directory: RunDirectory, old: RunRecord, new: RunRecord) -> None:
-    if new.recipe != old.recipe:
-        raise ConfigError(f"--resume: {directory.path} is a run of {old.recipe}, got {new.recipe}; name that recipe")
     if new.precision != old.precision:
         raise ConfigError(
             f"--precision: {directory.path} was trained in {old.precision}, got {new.precision}; leave it out"
@@ -152,10 +167,6 @@ def _layer_counts(parts: "Parts") -> str:
     """How many layers compute in what and by which backend, so that an emulation is never a surprise."""
     counts = Counter(f"{layer['precision']} ({layer['backend']})" for layer in parts.layers)
     return ", ".join(f"{count} layers {kind}" for kind, count in counts.most_common())
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
 
 
 def _assignments(args: argparse.Namespace) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +28,19 @@ class Encoder(NamedTuple):
     """(N,) whether the event lies in the training period."""
 
 
-def encode_feature(encoder: Encoder, feature: Feature) -> tuple[int, Int64Array, Int64Array | None]:
+class FeatureIds(NamedTuple):
+    """A feature's column as ids."""
+
+    num_ids: int
+    ids: Int64Array
+    """The ids of all events."""
+    offsets: Int64Array | None
+    """(N + 1,), or None when each event has exactly one id."""
+    encoding: str
+    """Fingerprint of what decides which id a value gets; equal strings mean equal ids for equal values."""
+
+
+def encode_feature(encoder: Encoder, feature: Feature) -> FeatureIds:
     """Turns a feature's column into ids.
 
     Args:
@@ -35,7 +48,7 @@ def encode_feature(encoder: Encoder, feature: Feature) -> tuple[int, Int64Array,
         feature: The feature.
 
     Returns:
-        The number of ids; the ids of all events; offsets (N + 1,), or None when each event has exactly one id.
+        Its ids, and what they follow from.
     """
     table = encoder.items if feature.source == "items" else encoder.events
     rows = encoder.item_row if feature.source == "items" else encoder.order
@@ -50,17 +63,17 @@ def encode_feature(encoder: Encoder, feature: Feature) -> tuple[int, Int64Array,
     if isinstance(feature, BucketFeature):
         boundaries = _boundaries(feature, seen)
         ids = 1 + np.searchsorted(boundaries, values.astype(np.float64), side="right")
-        num_ids = len(boundaries) + 2
+        num_ids, encoding = len(boundaries) + 2, _fingerprint(feature, boundaries)
     else:
         vocabulary = _vocabulary(feature, seen)
         ids = _look_up(vocabulary, values)
-        num_ids = len(vocabulary) + 1
-    return num_ids, np.where(present, ids, 0).astype(np.int64), None
+        num_ids, encoding = len(vocabulary) + 1, _fingerprint(feature, vocabulary)
+    return FeatureIds(num_ids, np.where(present, ids, 0).astype(np.int64), None, encoding)
 
 
 def _encode_lists(
     feature: CategoricalFeature, lists: StringLists, rows: Int64Array, in_training: npt.NDArray[np.bool_]
-) -> tuple[int, Int64Array, Int64Array]:
+) -> FeatureIds:
     lengths = np.diff(lists.offsets)
     starts = lists.offsets[:-1]
     event_lengths = np.where(rows >= 0, lengths[np.maximum(rows, 0)], 0)
@@ -70,7 +83,44 @@ def _encode_lists(
     ids = _look_up(vocabulary, lists.values)
     offsets = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum(event_lengths, out=offsets[1:])
-    return len(vocabulary) + 1, ids[expand_ranges(event_starts, event_lengths)], offsets
+    spread = ids[expand_ranges(event_starts, event_lengths)]
+    return FeatureIds(len(vocabulary) + 1, spread, offsets, _fingerprint(feature, vocabulary))
+
+
+def standardise(
+    values: npt.NDArray[np.float64], training: npt.NDArray[np.bool_]
+) -> tuple[npt.NDArray[np.float32], str]:
+    """Mean 0 and variance 1 over the training rows; a constant column becomes 0.
+
+    Args:
+        values: (N, columns).
+        training: (N,) the rows that mean and deviation are taken from.
+
+    Returns:
+        (N, columns), and a fingerprint of means and deviations.
+    """
+    mean, std = values[training].mean(axis=0), values[training].std(axis=0)
+    scale = np.where(std > 1e-12, std, 1.0)
+    # To five digits: the last bits of a sum differ between processors, and + 0.0 makes -0.0 equal to 0.0.
+    told = [f"{round(m / s, 5) + 0.0:.5f} {s:.5g}" for m, s in zip(mean.tolist(), scale.tolist(), strict=True)]
+    fingerprint = f"{len(told)} columns, digest {_digest(chr(10).join(told).encode())}"
+    return np.asarray((values - mean) / scale, dtype=np.float32), fingerprint
+
+
+def _fingerprint(feature: Feature, learned: Array) -> str:
+    """Of the vocabulary in its order, or of the boundaries, whatever the width of their type."""
+    if learned.dtype.kind in "iub":
+        content = learned.astype("<i8").tobytes()
+    elif learned.dtype.kind == "f":
+        content = learned.astype("<f8").tobytes()
+    else:
+        content = "".join(f"{len(value)}:{value}" for value in learned.astype(np.str_).tolist()).encode()
+    what, count = ("boundaries", len(learned)) if isinstance(feature, BucketFeature) else ("ids", len(learned) + 1)
+    return f"{count} {what} of {feature.source}.{feature.column}, digest {_digest(content)}"
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _vocabulary(feature: CategoricalFeature, seen: Array) -> Array:

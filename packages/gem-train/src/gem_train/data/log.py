@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gem_train.data.encoding import Encoder, encode_feature
+from gem_train.data.encoding import Encoder, encode_feature, standardise
 from gem_train.data.errors import DataError
 from gem_train.data.parquet import Table, check_unique, read_table
 from gem_train.data.schema import DatasetSchema, DenseColumn
@@ -77,6 +77,9 @@ class EventLog:
     test_from: int
     """Timestamp of the first test event."""
     encoded: Mapping[str, EncodedFeature]
+    encodings: Mapping[str, str]
+    """Table, `dense` or `event_dense` to a fingerprint of what was learned from the data to encode it: vocabulary,
+    boundaries, means. A model reads another log rightly only where these are equal."""
     dense: Float32Array
     """(N, num_dense), standardised by the training samples."""
     event_dense: Float32Array
@@ -195,13 +198,17 @@ def build_event_log(schema: DatasetSchema, events: Table, items: Table | None = 
         item_row = _item_rows(schema, events, items, order, distinct_items)[item]
     encoder = Encoder(events, items, order, item_row, in_training=timestamp < validation_from)
     read = [f for f in schema.features if f.name in (*schema.candidate_features, *schema.history_features)]
-    encoded = {}
+    encoded, encodings = {}, {}
     for feature in read:
-        num_rows, ids, offsets = encode_feature(encoder, feature)
+        num_rows, ids, offsets, encodings[feature.name] = encode_feature(encoder, feature)
         delay = schema.label_delay(feature.column) if feature.source == "events" else None
         encoded[feature.name] = EncodedFeature(num_rows, ids, offsets, delay or 0)
     clock = _Clock(timestamp, start, end)
     train = split == SPLITS.index("train")
+    dense, encodings["dense"] = standardise(_dense(schema.context_dense, clock, events, order), train)
+    event_dense, encodings["event_dense"] = standardise(
+        _dense(schema.event_dense, clock, events, order), timestamp < validation_from
+    )
     return EventLog(
         schema=schema,
         user=user,
@@ -218,8 +225,9 @@ def build_event_log(schema: DatasetSchema, events: Table, items: Table | None = 
         validation_from=validation_from,
         test_from=test_from,
         encoded=encoded,
-        dense=_standardise(_dense(schema.context_dense, clock, events, order), train),
-        event_dense=_standardise(_dense(schema.event_dense, clock, events, order), timestamp < validation_from),
+        encodings=encodings,
+        dense=dense,
+        event_dense=event_dense,
     )
 
 
@@ -351,9 +359,3 @@ def _dense(
             values = np.log1p(values)
         out[:, k] = values
     return out
-
-
-def _standardise(values: npt.NDArray[np.float64], training: npt.NDArray[np.bool_]) -> Float32Array:
-    """Mean 0 and variance 1 over the training rows; a constant column becomes 0."""
-    mean, std = values[training].mean(axis=0), values[training].std(axis=0)
-    return np.asarray((values - mean) / np.where(std > 1e-12, std, 1.0), dtype=np.float32)
