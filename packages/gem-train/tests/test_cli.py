@@ -88,7 +88,7 @@ def test_train_writes_everything_a_run_needs(finished: Path) -> None:
         "checkpoints", "config.json", "metrics.jsonl", "report.html", "tensorboard"
     }  # fmt: skip
     phases = [record["phase"] for record in read_metrics(finished)]
-    assert phases == ["config", "train", "train", "checkpoint", "validation", "test", "end"]
+    assert phases == ["config", "train", "train", "checkpoint", "validation", "end", "test"]
     assert Checkpointer(finished / "checkpoints").steps() == (4,)
     first = read_metrics(finished)[0]
     assert first["recipe"] == "synthetic"
@@ -111,8 +111,13 @@ def test_eval_repeats_the_test_score(finished: Path, capsys: pytest.CaptureFixtu
     before = fingerprint(finished)
     assert main(["eval", str(finished), "--json", "--device", "cpu"]) == 0
     values = json.loads(capsys.readouterr().out)
-    test = next(record for record in read_metrics(finished) if record["phase"] == "test")
+    test = json.loads((finished / "metrics.jsonl").read_text().splitlines()[-1])
+    assert test["phase"] == "test"
     assert values["step"] == 4
+    assert {k: test[k] for k in ("ne", "auc", "calibration")} == {
+        k: values["tasks"]["click"][k] for k in ("ne", "auc", "calibration")
+    }
+    assert test["samples_per_second"] > 0
     assert values["tasks"]["click"]["ne"] == test["tasks"]["click"]["ne"]
     assert main(["eval", str(finished), "--split", "validation", "--device", "cpu"]) == 0
     assert capsys.readouterr().out.startswith("validation of ")

@@ -79,11 +79,11 @@ def write_run(run_dir: Path, *, noise: float = 0.2, device_peak: float | None = 
                     tasks={t: task_metrics(spread, 200 + k, 20) for t in ("like", "favourite")},
                 )  # fmt: skip
         log.write("checkpoint", step=1_000, seconds=0.4, bytes=44_000_000)
+        log.write("end", step=1_000, samples=1_024_000, seconds=47.0, reason="finished")
         log.write(
             "test", step=1_000, samples=1_024_000, seconds=1.0, num_samples=4_000, loss=0.55,
             tasks={t: task_metrics(noise, 300, 20) for t in ("like", "favourite")},
         )  # fmt: skip
-        log.write("end", step=1_000, samples=1_024_000, seconds=47.0, reason="finished")
     return run_dir
 
 

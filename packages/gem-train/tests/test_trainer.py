@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -176,9 +177,14 @@ def test_it_learns_and_counts_every_sample(events: EventLog, tmp_path: Path, ope
     assert sum(record["tasks"]["click"]["count"] for record in train) == result.samples
     assert train[-1]["loss"] < 0.97 * train[0]["loss"]
     assert [r["step"] for r in records if r["phase"] == "validation"][:2] == [10, 20]
-    assert records[-1] | {"seconds": 0} == {
+    assert records[-2] | {"seconds": 0} == {
         "phase": "end", "step": result.step, "samples": result.samples, "seconds": 0, "reason": "finished"
     }  # fmt: skip
+    last = records[-1]
+    assert (last["phase"], last["step"], last["samples"]) == ("test", result.step, result.samples)
+    scores = result.evaluations["test"].tasks["click"]
+    assert [last[k] for k in ("ne", "auc", "calibration")] == [scores[k] for k in ("ne", "auc", "calibration")]
+    assert last["samples_per_second"] == statistics.median(r["samples_per_second"] for r in train)
     assert all(sum(r["time"].values()) == pytest.approx(r["seconds"], rel=0.05) for r in train)
     per_sample = 2.0 * sum(p.numel() for p in trainer.model.parameters() if p.ndim == 2)
     assert sum(r["flops"]["mlp"] for r in train) == per_sample * result.samples
@@ -262,6 +268,9 @@ def test_select_best_tests_the_best_weights(events: EventLog, tmp_path: Path, op
     assert trainer.best == {"step": best["step"], "ne": best["tasks"]["click"]["ne"]}
     test = next(r for r in read_metrics(tmp_path) if r["phase"] == "test")
     assert test["step"] == best["step"]
+    end = next(r for r in read_metrics(tmp_path) if r["phase"] == "end")
+    assert (end["step"], end["samples"]) == (result.step, result.samples) == (trainer.step, trainer.samples)
+    assert result.samples > test["samples"]
     assert set(Checkpointer(tmp_path / "c").steps()) == {best["step"], result.step}
 
 

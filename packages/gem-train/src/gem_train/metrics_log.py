@@ -16,10 +16,13 @@ phase "train": one line per logging interval, its values over that interval.
     mfu. learning_rate. grad_norm. tasks: task name to metrics, as below. time: seconds of the interval by cause:
     {"data", "embedding", "forward", "backward", "optimizer", "checkpoint", "eval", "other"}. flops: module to
     forward FLOPs of the interval. memory_bytes: peak device memory of the rank with most.
-phase "validation" | "test": one line per evaluation.
-    step, samples (trained so far), seconds, num_samples (evaluated), loss. tasks: task name to metrics.
+phase "validation" | "test": one line per evaluation. That of the test split is the last line of a finished run.
+    step, samples (trained up to the weights that are scored), seconds, num_samples (evaluated), loss. ne, auc,
+    calibration: of the first task. samples_per_second: of training, median of the "train" lines of this process.
+    tasks: task name to metrics.
 phase "checkpoint": step, seconds, bytes.
-phase "end": step, samples, seconds (of the whole run), reason: "finished" or "interrupted".
+phase "end": training is over; the test follows unless it was interrupted. step, samples, seconds (of the process's
+    training, validations included), reason: "finished", "max_seconds" or "interrupted".
 
 The metrics of a task are those of `gem_train.metrics.BinaryMetrics.compute`: ne, auc, calibration, logloss, count,
 base_rate, and, in evaluations, curve: list of {"count", "prediction", "label"}.

@@ -1,6 +1,7 @@
 """The training loop: steps, records, evaluations and checkpoints of one run."""
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -115,6 +116,8 @@ class Trainer:
         self._device_name = device_name
         self._timer = PhaseTimer(self._world.device)
         self._recorded_step = 0
+        self._rates: list[float] = []
+        """Samples per second of each training record of this process."""
         self._window = Window(tasks, self._world)
         self._optimizer = build_adamw(model, config)
         self._train_step = TrainStep(
@@ -182,18 +185,20 @@ class Trainer:
         begin = time.perf_counter()
         with self._timer("eval"):
             result = evaluate(self.model, self.embeddings, self._eval_sources[split](), self._world)
-        self._write(
-            split,
-            {
-                "step": self.step,
-                "samples": self.samples,
-                "seconds": time.perf_counter() - begin,
-                "num_samples": result.num_samples,
-                "loss": result.loss,
-                "tasks": result.tasks,
-            },
-        )
         first = next(iter(result.tasks.values()))
+        values = {
+            "step": self.step,
+            "samples": self.samples,
+            "seconds": time.perf_counter() - begin,
+            "num_samples": result.num_samples,
+            "loss": result.loss,
+            "ne": first["ne"],
+            "auc": first["auc"],
+            "calibration": first["calibration"],
+            "samples_per_second": statistics.median(self._rates) if self._rates else None,
+            "tasks": result.tasks,
+        }
+        self._write(split, values)
         self._progress.say(f"step {self.step}  {split}: {_scores(first)} ({result.num_samples:,} samples)")
         return result
 
@@ -291,16 +296,18 @@ class Trainer:
             validation = self._validate()
             if validation is not None:
                 evaluations["validation"] = validation
+        # Before the test, whose record is the last line of a finished run.
+        seconds = time.monotonic() - began
+        self._write("end", {"step": self.step, "samples": self.samples, "seconds": seconds, "reason": reason})
+        if reason != "interrupted":
             if self.config.select_best and self.best is not None and int(self.best["step"]) != self.step:
-                last = self.step
+                last = self.step, self.samples
                 self.load_weights(int(self.best["step"]))
                 self._progress.say(f"testing with the weights of step {self.step}, the best validation NE")
                 evaluations |= self._evaluate_test()
-                self.step = last
+                self.step, self.samples = last
             else:
                 evaluations |= self._evaluate_test()
-        seconds = time.monotonic() - began
-        self._write("end", {"step": self.step, "samples": self.samples, "seconds": seconds, "reason": reason})
         self._progress.close()
         return TrainResult(self.step, self.samples, reason, evaluations)
 
@@ -312,6 +319,7 @@ class Trainer:
         window = self._window.close()
         mfu = self._mfu(window)
         rate = window.samples / window.seconds
+        self._rates.append(rate)
         phases = self._timer.interval(self.step - self._recorded_step)
         phases["other"] = max(0.0, window.seconds - sum(phases.values()))
         self._recorded_step = self.step
