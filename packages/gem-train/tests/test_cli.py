@@ -384,9 +384,15 @@ def test_bad_data_names_file_column_and_row(bad: BadData, tmp_path: Path, capsys
     assert not (tmp_path / "run").exists()
 
 
-def test_good_files_of_that_form_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_good_files_of_that_form_train_without_the_scores_of_other_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train(tmp_path / "run", "--data", str(movielens(tmp_path / "data")), recipe="ml-latest-small") == 0
-    assert "LightGBM" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    report = (tmp_path / "run" / "report.html").read_text()
+    for text in (out, report):
+        assert "other predictors are left out: they were measured on a test split of 10,084 samples" in text
+        assert "LightGBM" not in text
 
 
 # ------------------------------------------------------------------ help, recipes, doctor

@@ -9,7 +9,7 @@ def test_all_is_pinned() -> None:
     assert data.__all__ == [
         "MOVIELENS", "ONLINE_RETAIL", "SCOREBOARD", "SYNTHETIC", "Batch", "BucketFeature", "CategoricalFeature",
         "Column", "DataError", "DatasetSchema", "DenseColumn", "EventLog", "EventSource", "FeatureSpec", "Label",
-        "Score", "Sequence", "TableSpec", "TimeSplit", "base_rate", "build_event_log", "click_through_rate",
-        "generate", "load_events", "load_movielens", "load_online_retail",
+        "Score", "Scoreboard", "Sequence", "TableSpec", "TimeSplit", "base_rate", "build_event_log",
+        "click_through_rate", "generate", "load_events", "load_movielens", "load_online_retail",
     ]  # fmt: skip
     assert all(hasattr(data, name) for name in data.__all__)

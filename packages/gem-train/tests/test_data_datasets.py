@@ -61,7 +61,7 @@ def test_movielens_history_lengths(movielens_log: EventLog) -> None:
 
 def test_reference_predictors(movielens_log: EventLog) -> None:
     """The published bars of the scoreboard come out of this log, so split, ties and labels are those of the bars."""
-    bars = {row.predictor: row for row in SCOREBOARD["ml-latest-small"]}
+    bars = {row.predictor: row for row in SCOREBOARD["ml-latest-small"].scores}
     user = score(movielens_log, "like", click_through_rate(movielens_log, "like", key="user", prior_weight=5))
     item = score(movielens_log, "like", click_through_rate(movielens_log, "like", key="item", prior_weight=20))
     base = score(movielens_log, "like", base_rate(movielens_log, "like"))

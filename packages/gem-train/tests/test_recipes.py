@@ -165,6 +165,15 @@ def test_weights_follow_from_the_seed(log: EventLog) -> None:
     assert any(not torch.equal(first[name], other[name]) for name in first if not name.startswith("tables."))
 
 
+def test_scores_of_other_predictors_belong_to_their_split(movielens_log: EventLog) -> None:
+    recipe = get("ml-latest-small")
+    assert recipe.reference_for(movielens_log) is recipe.reference
+    note = get("ml-latest-2149u").reference_for(movielens_log)
+    assert isinstance(note, str)
+    assert "a test split of 20,659 samples with 10,872 positives (like), this one has 10,084 with 4,128." in note
+    assert get("synthetic").reference_for(movielens_log) is None
+
+
 RECORD = RunRecord(
     recipe="synthetic",
     precision="fp32",

@@ -46,7 +46,7 @@ def write_run(run_dir: Path, *, noise: float = 0.2, device_peak: float | None = 
         "parameters": {"dense": 1_234_567, "sparse": 9_876_543},
         "parallel": {"dp_replicate": 1, "dp_shard": 2, "sparse_shard": 2},
         "seed": 3,
-        "reference": [bar._asdict() for bar in SCOREBOARD["ml-latest-small"]],
+        "reference": [bar._asdict() for bar in SCOREBOARD["ml-latest-small"].scores],
         "reference_task": "like",
         "layers": [
             {
@@ -244,6 +244,44 @@ BARS = (Bar("best", 0.6, 0.9), Bar("middle", 0.7, 0.8), Bar("worst", 1.0, None))
 )
 def test_verdict(ne: float, bars: tuple[Bar, ...], expected: str) -> None:
     assert verdict(ne, bars, "test") == expected
+
+
+@pytest.mark.parametrize(
+    ("ne", "error", "expected"),
+    [
+        (0.59, 0.02, "level with best (0.6); better than 2 of 3 reference predictors, the best of them middle (0.7)"),
+        (
+            0.62,
+            0.05,
+            "level with best (0.6) and 1 more; better than 1 of 3 reference predictors, the best of them worst (1)",
+        ),
+        (0.8, 0.01, "14.3 % behind middle (0.7); better than 1 of 3 reference predictors, the best of them worst (1)"),
+        (0.5, 0.01, "better than 3 of 3 reference predictors, the best of them best (0.6)"),
+        (1.2, 0.01, "20.0 % behind worst (1)"),
+        (0.7, 0.2, "level with best (0.6) and 2 more"),
+    ],
+)
+def test_a_verdict_within_two_standard_errors_is_level(ne: float, error: float, expected: str) -> None:
+    start = f"Test NE {ne:.4f} with a standard error of {error:g}: "
+    assert verdict(ne, BARS, "test", error) == f"{start}{expected}. Level is a difference within two standard errors."
+
+
+def test_the_report_shows_the_standard_error_or_why_there_are_no_bars(tmp_path: Path) -> None:
+    with_error = Page(write_report(write_run(tmp_path / "a", reference_standard_error=0.085)).read_text())
+    assert "with a standard error of 0.085: " in with_error.text
+    assert "The standard error of an NE on this split is 0.085: a predictor within 0.17" in with_error.text
+    without = Page(write_report(write_run(tmp_path / "b", reference=[], reference_note="Other data.")).read_text())
+    assert "Other data." in without.text
+    assert "LightGBM" not in without.text
+
+
+def test_bars_of_the_test_split_are_not_set_beside_a_validation(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path) as log:
+        log.write("config", reference=[bar._asdict() for bar in BARS], reference_task="like")
+        log.write("validation", step=1, samples=8, tasks={"like": task_metrics(0.2, 1)})
+    page = Page(write_report(tmp_path).read_text())
+    assert "of the base rate" in page.text
+    assert "middle" not in page.text
 
 
 def test_numbers() -> None:

@@ -8,8 +8,9 @@ phase "config": one line per process start.
     "sparse": int}. parallel: axis name to degree. device: name of the device. device_peak_flops: FLOP/s of one
     device in bf16 without sparsity, or null. mfu_reason: why there is no MFU, when there is none.
     num_devices: int. seed: int. reference: list of {"predictor", "ne", "auc"}, the task's published or measured
-    bars, and reference_task: the task they are for. layers: list of {"fqn", "kind", "precision", "backend",
-    "reason"}, the precision report. versions: package to version. start_step: the step resumed from, else 0.
+    bars, and reference_task: the task they are for. reference_standard_error: of an NE on their test split, or null.
+    reference_note: why there are no bars, where the data is not theirs. layers: list of {"fqn", "kind", "precision",
+    "backend", "reason"}, the precision report. versions: package to version. start_step: the step resumed from, else 0.
 phase "train": one line per logging interval, its values over that interval.
     step: steps done. samples: samples done, of all ranks. seconds: wall time of the interval. loss: mean of the
     weighted loss per sample. samples_per_second. flops_per_second: model FLOPs, of all ranks. flops_per_sample.

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from gem_train.cli.output import say
-from gem_train.data import Score
+from gem_train.data import Scoreboard
 from gem_train.errors import ConfigError
 from gem_train.evaluation import Evaluation
 from gem_train.metrics_log import read_metrics
@@ -26,12 +26,14 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join(lines)
 
 
-def print_scores(evaluations: Mapping[str, Evaluation], reference: Sequence[Score], reference_task: str) -> None:
+def print_scores(
+    evaluations: Mapping[str, Evaluation], reference: Scoreboard | str | None, reference_task: str
+) -> None:
     """Prints the scores of a run, and of other predictors on its test split.
 
     Args:
         evaluations: Split -> scores.
-        reference: Published or measured scores.
+        reference: Their scores, or why they are left out.
         reference_task: The task that they are for.
     """
     rows = [
@@ -40,9 +42,13 @@ def print_scores(evaluations: Mapping[str, Evaluation], reference: Sequence[Scor
         for task, values in result.tasks.items()
     ]
     say(format_table(("split", "task", "NE", "AUC", "calibration", "samples"), rows))
-    if reference:
-        say(f"\nother predictors on this test split, task {reference_task}:")
-        say(format_table(("predictor", "NE", "AUC"), [(s.predictor, s.ne, s.auc) for s in reference]))
+    if isinstance(reference, str):
+        say(f"\n{reference}")
+    elif reference is not None:
+        error = reference.ne_standard_error
+        known = "" if error is None else f" (standard error of an NE on it: {error:g})"
+        say(f"\nother predictors on this test split, task {reference_task}{known}:")
+        say(format_table(("predictor", "NE", "AUC"), [(s.predictor, s.ne, s.auc) for s in reference.scores]))
 
 
 def final_scores(run_dir: Path) -> dict[str, dict[str, Any]]:

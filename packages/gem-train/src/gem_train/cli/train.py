@@ -16,6 +16,7 @@ import torch
 from gem_train.checkpoint import Checkpointer
 from gem_train.cli.output import complain, say
 from gem_train.cli.table import compare_runs, final_scores, print_scores
+from gem_train.data import Scoreboard
 from gem_train.doctor import versions
 from gem_train.errors import ConfigError
 from gem_train.launch import is_worker, join, leave, run_workers
@@ -121,11 +122,13 @@ def _train(
         # Everything that the user can have got wrong has been found by now; from here on the run's files change.
         world.on_first(lambda: _begin(directory, record, clear=args.overwrite))
         with _open_log(directory, world, (start or 0) if args.resume else None) as run_log:
+            reference = recipe.reference_for(log)
             if run_log is not None:
-                run_log.write("config", _config_record(recipe, config, parts, world, directory, record, start or 0))
+                values = _config_record(recipe, config, parts, world, directory, record, start or 0)
+                run_log.write("config", values | _reference_values(reference))
             result = trainer.run(run_log)
     if world.is_first:
-        _conclude(args, recipe, directory, record, result)
+        _conclude(args, recipe, directory, record, result, reference)
     return INTERRUPTED if result.reason == "interrupted" else 0
 
 
@@ -231,7 +234,6 @@ def _config_record(
         "mfu_reason": None if peak else f"the bf16 peak of {name!r} is not in the table of gem_train.mfu",
         "num_devices": world.size,
         "seed": config.trainer.seed,
-        "reference": [score._asdict() for score in recipe.reference],
         "reference_task": recipe.reference_task,
         "layers": list(parts.layers),
         "versions": record.versions,
@@ -239,8 +241,23 @@ def _config_record(
     }
 
 
+def _reference_values(reference: Scoreboard | str | None) -> dict[str, Any]:
+    """What the record `config` says of other predictors."""
+    known = reference if isinstance(reference, Scoreboard) else None
+    return {
+        "reference": [score._asdict() for score in known.scores] if known else [],
+        "reference_standard_error": known.ne_standard_error if known else None,
+        "reference_note": reference if isinstance(reference, str) else None,
+    }
+
+
 def _conclude(
-    args: argparse.Namespace, recipe: "Recipe", directory: RunDirectory, record: RunRecord, result: TrainResult
+    args: argparse.Namespace,
+    recipe: "Recipe",
+    directory: RunDirectory,
+    record: RunRecord,
+    result: TrainResult,
+    reference: Scoreboard | str | None,
 ) -> None:
     if result.reason == "interrupted":
         complain(f"interrupted at step {result.step}; continue with --out {directory.path} --resume")
@@ -248,7 +265,7 @@ def _conclude(
     if result.reason == "max_seconds":
         complain(f"stopped by trainer.max_seconds at step {result.step}")
     report = write_report(directory.path)
-    print_scores(result.evaluations, recipe.reference, recipe.reference_task)
+    print_scores(result.evaluations, reference, recipe.reference_task)
     other = Path(args.compare) if args.compare else _full_precision_run(directory, record)
     if other is not None:
         compare_runs(directory.path, other)

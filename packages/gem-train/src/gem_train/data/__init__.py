@@ -5,7 +5,7 @@ from gem_train.data.errors import DataError
 from gem_train.data.log import EventLog, FeatureSpec, TableSpec, build_event_log, load_events
 from gem_train.data.movielens import MOVIELENS, load_movielens
 from gem_train.data.online_retail import ONLINE_RETAIL, load_online_retail
-from gem_train.data.predictors import SCOREBOARD, Score, base_rate, click_through_rate
+from gem_train.data.predictors import SCOREBOARD, Score, Scoreboard, base_rate, click_through_rate
 from gem_train.data.schema import (
     BucketFeature,
     CategoricalFeature,
@@ -35,6 +35,7 @@ __all__ = [
     "FeatureSpec",
     "Label",
     "Score",
+    "Scoreboard",
     "Sequence",
     "TableSpec",
     "TimeSplit",

@@ -9,7 +9,7 @@ from typing import Any
 from gem_model import RankingConfig
 from gem_parallel import SparseOptimizerConfig
 from gem_train.config import TrainerConfig
-from gem_train.data import EventLog, Score
+from gem_train.data import EventLog, Scoreboard
 from gem_train.errors import ConfigError
 from gem_train.overrides import apply_overrides
 
@@ -63,8 +63,29 @@ class Recipe:
     """The optimizer of the tables."""
     reference_task: str
     """Task that the reference scores are for."""
-    reference: tuple[Score, ...] = ()
-    """Test scores of other predictors on the same split."""
+    reference: Scoreboard | None = None
+    """Test scores of other predictors, and the split that they were measured on."""
+
+    def reference_for(self, log: EventLog) -> Scoreboard | str | None:
+        """The scores of other predictors, if they were measured on the test split of a log.
+
+        Args:
+            log: The data.
+
+        Returns:
+            The scores; a sentence that says why they are left out; or None if the recipe has none.
+        """
+        if self.reference is None:
+            return None
+        labels = log.labels[self.reference_task][log.samples("test")]
+        theirs = (self.reference.num_samples, self.reference.num_positives)
+        ours = (len(labels), int(labels.sum()))
+        if ours == theirs:
+            return self.reference
+        return (
+            f"The scores of other predictors are left out: they were measured on a test split of {theirs[0]:,} samples "
+            f"with {theirs[1]:,} positives ({self.reference_task}), this one has {ours[0]:,} with {ours[1]:,}."
+        )
 
     def directory(self, given: str | None) -> Path | None:
         """The data directory of a run.

@@ -63,13 +63,21 @@ class Run:
 
     @property
     def reference(self) -> tuple[Bar, ...]:
-        """The bars, best NE first."""
+        """The bars, best NE first. They are test scores: a run without a test has nothing to set beside them."""
+        if self.result_split != "test":
+            return ()
         bars = [
             Bar(str(row["predictor"]), float(row["ne"]), row.get("auc"))
             for row in self.config.get("reference") or ()
             if row.get("ne") is not None
         ]
         return tuple(sorted(bars, key=lambda bar: bar.ne))
+
+    @property
+    def reference_standard_error(self) -> float | None:
+        """Standard error of an NE on the bars' test split; None where it is not known."""
+        value = self.config.get("reference_standard_error")
+        return None if value is None else float(value)
 
     @property
     def result_split(self) -> str | None:

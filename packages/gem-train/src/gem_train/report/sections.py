@@ -29,7 +29,8 @@ def header(run: Run) -> Raw:
     task = run.reference_task
     result = run.result(task) if task else {}
     if result.get("ne") is not None:
-        out.append(f"<p class=verdict>{text(verdict(result['ne'], run.reference, run.result_split or ''))}</p>")
+        error = run.reference_standard_error
+        out.append(f"<p class=verdict>{text(verdict(result['ne'], run.reference, run.result_split or '', error))}</p>")
     account = run.account()
     where = f"{run.result_split}, {task}" if result else ""
     mfu = _mfu(run)
@@ -45,15 +46,18 @@ def header(run: Run) -> Raw:
     return Raw("".join(out))
 
 
-def verdict(ne: float, bars: Sequence[Bar], split: str) -> str:
+def verdict(ne: float, bars: Sequence[Bar], split: str, standard_error: float | None = None) -> str:
     """Where a score stands among the bars, in one sentence.
 
     Args:
         ne: The score.
         bars: Best NE first.
         split: What was evaluated.
+        standard_error: Of an NE on this split; within two of it a difference is no difference. None where unknown.
     """
     start = f"{split.capitalize()} NE {ne:.4f}"
+    if bars and standard_error is not None:
+        return _verdict_with_error(start, ne, bars, standard_error)
     beaten = next((b for b in bars if b.ne > ne), None)
     ahead = next((b for b in reversed(bars) if b.ne <= ne), None)
     if not bars:
@@ -67,6 +71,31 @@ def verdict(ne: float, bars: Sequence[Bar], split: str) -> str:
     if beaten is None:
         return f"{start} is worse than all {len(bars)} reference predictors: {behind}."
     return f"{start} is better than {beaten.predictor} ({beaten.ne:g}) and {behind}."
+
+
+def _verdict_with_error(start: str, ne: float, bars: Sequence[Bar], standard_error: float) -> str:
+    margin = 2.0 * standard_error
+    ahead = [b for b in bars if ne - b.ne > margin]
+    level = [b for b in bars if abs(ne - b.ne) <= margin]
+    beaten = [b for b in bars if b.ne - ne > margin]
+    parts = []
+    if ahead:
+        parts.append(f"{percent(ne / ahead[-1].ne - 1)} behind {_bar_name(ahead[-1])}")
+    if level:
+        best = _bar_name(level[0])
+        parts.append(f"level with {best}" + (f" and {len(level) - 1} more" if len(level) > 1 else ""))
+    if beaten:
+        parts.append(
+            f"better than {len(beaten)} of {len(bars)} reference predictors, the best of them {_bar_name(beaten[0])}"
+        )
+    return (
+        f"{start} with a standard error of {standard_error:g}: {'; '.join(parts)}. "
+        "Level is a difference within two standard errors."
+    )
+
+
+def _bar_name(entry: Bar) -> str:
+    return f"{entry.predictor} ({entry.ne:g})"
 
 
 def results(run: Run) -> Raw:
@@ -89,6 +118,8 @@ def results(run: Run) -> Raw:
         "<p>NE is the log loss divided by the entropy of the evaluated samples' own mean label: 1 is no better than "
         "that mean, lower is better. Calibration is the mean prediction divided by the mean label.</p>"
     )
+    if run.config.get("reference_note"):
+        out.append(f"<p>{text(run.config['reference_note'])}</p>")
     main = run.reference_task
     mine = run.result(main) if main else {}
     if run.reference and mine.get("ne") is not None:
@@ -103,6 +134,12 @@ def results(run: Run) -> Raw:
         ]  # fmt: skip
         own_row = next(k for k, entry in enumerate(entries) if entry[3])
         out.append(f"<h3>Against reference predictors (task {text(main)}, {text(run.result_split)})</h3>")
+        error = run.reference_standard_error
+        if error is not None:
+            out.append(
+                f"<p>The standard error of an NE on this split is {error:g}: a predictor within {2 * error:g} of this "
+                "run is level with it.</p>"
+            )
         columns = ["predictor", "NE", "AUC", "NE against this run", "entropy explained, 1 − NE"]
         out.append(table(columns, body, numeric=(1, 2, 3), this=(own_row,)))
     return Raw("".join(out))
