@@ -134,19 +134,25 @@ REFUSED = [
         "meta", {"x": (torch.zeros(1, device="meta").long(), torch.tensor([0, 1]))}, ValueError, "device cpu, got meta"
     ),
     Refused("no offsets", {"x": (torch.zeros(0).long(), torch.zeros(0).long())}, ValueError, r"hold num_bags \+ 1"),
-    Refused("start", {"x": (torch.tensor([1, 2]), torch.tensor([1, 2]))}, ValueError, "feature 'x': .*got 1 places"),
-    Refused("end", {"x": (torch.tensor([1, 2]), torch.tensor([0, 1]))}, ValueError, "feature 'x': .*got 1 places"),
     Refused(
-        "past the end", {"x": (torch.tensor([1, 2]), torch.tensor([0, 3]))}, ValueError, "feature 'x': .*got 1 places"
+        "start",
+        {"x": (torch.tensor([1, 2]), torch.tensor([1, 2]))},
+        ValueError,
+        r"got 1 place in .* \('x' starts at 1\)",
     ),
+    Refused("end", {"x": (torch.tensor([1, 2]), torch.tensor([0, 1]))}, ValueError, "'x' ends at 1 for 2 values"),
+    Refused("past the end", {"x": (torch.tensor([1, 2]), torch.tensor([0, 3]))}, ValueError, "'x' ends at 3 for 2"),
     Refused(
-        "falling", {"x": (torch.tensor([1, 2]), torch.tensor([0, 2, 1, 2]))}, ValueError, "feature 'x': .*got 1 places"
+        "falling",
+        {"x": (torch.tensor([1, 2]), torch.tensor([0, 2, 1, 2]))},
+        ValueError,
+        "feature 'x': .*got 1 place in .*'x' has 2, then 1 at bag 1",
     ),
     Refused(
         "second feature",
         {"x": ids_of([1], [2]), "y": (torch.tensor([1, 2]), torch.tensor([1, 0, 3]))},
         ValueError,
-        "feature 'y': offsets must start at 0.*got 3 places",
+        "feature 'y': offsets must start at 0.*got 3 places.*'y' starts at 1",
     ),
 ]
 
@@ -157,6 +163,15 @@ def test_refused_batches(case, policy):
     module = make(policy)
     with pytest.raises(case.error, match=case.text):
         module.exchange(case.ids)
+
+
+def test_a_feature_left_out_is_absent_and_one_without_values_is_zero():
+    module = make("error", pooling="sum")
+    empty = (torch.zeros(0, dtype=torch.int64), torch.zeros(3, dtype=torch.int64))
+    rows = module.lookup(module.exchange({"x": empty}))
+    assert list(rows) == ["x"]
+    assert rows["x"].shape == (2, 8)
+    assert not rows["x"].any()
 
 
 TABLE = {"name": "t", "num_rows": 4, "dim": 8}

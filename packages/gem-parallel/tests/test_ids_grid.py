@@ -107,6 +107,10 @@ def test_errors_agree_on_all_ranks_of_all_copies(results, name):
             assert part in errors[name, "id"], errors[name, "id"]
         assert errors[name, "offsets"].startswith(f"ValueError: exchange: rank 3: feature 'f_{name}': offsets must")
         assert "got 2 places" in errors[name, "offsets"]
+        # the values are known where they are
+        assert (f"'f_{name}' has 2, then 1 at bag 1" in errors[name, "offsets"]) == (rank == BAD_RANK), errors[
+            name, "offsets"
+        ]
         if rank == BAD_RANK:
             assert errors[name, "dtype"].startswith("TypeError: exchange: values of feature")
         else:

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NoReturn
 
 from gem_parallel._src.embeddings.config import FeatureConfig, IdPolicy, TableConfig
 from gem_parallel._src.embeddings.exchange import RankReport
-from gem_parallel._src.embeddings.ids import BatchReport
+from gem_parallel._src.embeddings.ids import BatchReport, GroupIds
 
 __all__ = ["raise_local", "raise_ranks"]
 
 
-def _malformed(feature: FeatureConfig, count: int) -> str:
+def _malformed(feature: FeatureConfig, count: int, own: Sequence[GroupIds]) -> str:
+    places = "1 place" if count == 1 else f"{count} places"
     return (
         f"feature {feature.name!r}: offsets must start at 0, never fall and end at the number of its values, got "
-        f"{count} places in the batch where they do not; build them as a 0 and the running sum of bag lengths"
+        f"{places} in the batch where they do not{_first_place(feature, own)}; "
+        "build them as a 0 and the running sum of bag lengths"
     )
+
+
+def _first_place(feature: FeatureConfig, own: Sequence[GroupIds]) -> str:
+    """Where the feature's offsets first go wrong, if this process has them; reads them, after the batch has failed."""
+    found = next((each for ids in own for each in ids.features if each.slot.config.name == feature.name), None)
+    if found is None:
+        return ""
+    offsets, num_values = found.offsets.tolist(), found.end - found.start
+    if offsets[0] != 0:
+        return f" ({feature.name!r} starts at {offsets[0]})"
+    for bag, (start, end) in enumerate(itertools.pairwise(offsets)):
+        if end < start:
+            return f" ({feature.name!r} has {start}, then {end} at bag {bag})"
+    return f" ({feature.name!r} ends at {offsets[-1]} for {num_values} values)"
 
 
 def _out_of_range(
@@ -32,11 +49,15 @@ def _out_of_range(
 
 
 def raise_local(
-    report: BatchReport, features: Sequence[FeatureConfig], tables: Sequence[TableConfig], policy: IdPolicy
+    report: BatchReport,
+    batch: Sequence[GroupIds],
+    features: Sequence[FeatureConfig],
+    tables: Sequence[TableConfig],
+    policy: IdPolicy,
 ) -> None:
     """Raise if this process's batch is bad."""
     if report.malformed:
-        raise ValueError(f"exchange: {_malformed(features[report.malformed_feature], report.malformed)}")
+        raise ValueError(f"exchange: {_malformed(features[report.malformed_feature], report.malformed, batch)}")
     if policy == "error" and report.first_feature >= 0:
         feature = features[report.first_feature]
         count = report.out_of_range[report.first_feature]
@@ -44,9 +65,13 @@ def raise_local(
 
 
 def raise_ranks(
-    faults: Sequence[RankReport], rank: int, features: Sequence[FeatureConfig], tables: Sequence[TableConfig]
+    faults: Sequence[RankReport],
+    rank: int,
+    batch: Sequence[GroupIds],
+    features: Sequence[FeatureConfig],
+    tables: Sequence[TableConfig],
 ) -> NoReturn:
-    """Raise the same kind of error on every rank, for the first rank with a fault."""
+    """Raise the same kind of error on every rank, for the first rank with a fault; ``batch`` is that of ``rank``."""
     fault = faults[0]
     where = f"exchange: rank {fault.rank}: "
     others = f" (ranks with faults: {', '.join(str(each.rank) for each in faults)})"
@@ -56,7 +81,8 @@ def raise_ranks(
             f"{others}"
         )
     if fault.malformed:
-        raise ValueError(f"{where}{_malformed(features[fault.malformed_feature], fault.malformed)}{others}")
+        own = batch if fault.rank == rank else ()
+        raise ValueError(f"{where}{_malformed(features[fault.malformed_feature], fault.malformed, own)}{others}")
     feature = features[fault.first_feature]
     text = _out_of_range(feature, tables, fault.first_id, fault.num_out_of_range, fault.num_out_of_range)
     raise IndexError(f"{where}{text}{others}")

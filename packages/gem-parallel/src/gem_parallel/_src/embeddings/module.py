@@ -174,7 +174,8 @@ class ShardedEmbeddings(nn.Module):
 
         Args:
             ids: Feature -> (values (N,) int64, offsets (num_bags + 1,) int64 from 0 to N), on the tables' device. The
-                features' bags may differ in number. A feature left out is not looked up on this rank.
+                features' bags may differ in number. A feature left out is not looked up on this rank and is no key of
+                what ``lookup`` returns; for zero vectors give it no values and num_bags + 1 zeros as offsets.
 
         Raises:
             IndexError: an id outside its table under ``id_policy="error"``. In one process on CUDA it is raised by
@@ -202,7 +203,7 @@ class ShardedEmbeddings(nn.Module):
             found, works, report, faults = self._exchanger.exchange(batch, report_ids=self.id_policy == "error")
             self._count(report)
             if faults:
-                raise_ranks(faults, self._rank, self.features, self.tables)
+                raise_ranks(faults, self._rank, batch.groups, self.features, self.tables)
             pending = Pending(requests=tuple(found), works=works, summary=None, ready=None)
         if self.device.type == "cuda":
             pending.ready = torch.cuda.Event()
@@ -308,7 +309,8 @@ class ShardedEmbeddings(nn.Module):
         report = pending.report()
         if report is not None:
             self._count(report)
-            raise_local(report, self.features, self.tables, self.id_policy)
+            batch = [request.ids for request in pending.requests]
+            raise_local(report, batch, self.features, self.tables, self.id_policy)
 
     def _count(self, report: BatchReport) -> None:
         self._out_of_range = [
