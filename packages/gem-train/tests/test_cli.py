@@ -146,6 +146,8 @@ def test_low_precision_is_set_beside_the_fp32_run_next_to_it(
     (run_copy.parent / "a-note").write_text("not a run")
     assert train(run_copy.parent / "low", "--precision", "mxfp8") == 0
     assert f"test scores beside {run_copy}:" in capsys.readouterr().out
+    assert train(run_copy.parent / "low", "--precision", "mxfp8", "--overwrite", steps=2) == 0
+    assert f"beside {run_copy} (of other length: 4 steps there, 2 here):" in capsys.readouterr().out
     assert train(run_copy.parent / "again") == 0
     assert "test scores beside" not in capsys.readouterr().out
 
@@ -200,6 +202,16 @@ WRONG = [
     Wrong("report of nothing", ("report", "nowhere"), "nowhere holds no metrics.jsonl"),
     Wrong("recipes of nothing", ("recipes", "movielens"), "no recipe 'movielens'"),
     Wrong("compare with nothing", ("--compare", "nowhere"), "must hold metrics.jsonl, got 'nowhere'"),
+    Wrong("task", ("--set", "model.tasks=foo"), "--set model.tasks=foo: the data has no foo; it has click"),
+    Wrong("feature", ("--set", "model.context_features=item,x"), "features=item,x: the data has no x; it has item, t"),
+    Wrong("dense", ("--set", "model.num_dense=99"), "--set model.num_dense=99: the data has 7 columns; leave it at 7"),
+    Wrong("events", ("--set", "model.sequences.history.event_features=history.a"), "has no history.a; it has history."),
+    Wrong("event dense", ("--set", "model.sequences.0.num_event_dense=9"), "sequences.history.num_event_dense=9: the"),
+    Wrong(
+        "sequence",
+        ("--set", "model.sequences.0.name=past", "--set", "model.sequences.0.event_features=past.item"),
+        "--set model.sequences.0.name=past: the data has no past; it has history",
+    ),
 ]
 
 
@@ -215,9 +227,18 @@ def test_a_mistake_gives_one_line_and_code_2(
     lines = capsys.readouterr().err.strip().splitlines()
     assert lines[-1].startswith("gem: error: ")
     assert wrong.message in lines[-1]
-    if wrong.id != "compare with nothing":  # known only when there is something to compare
-        assert len(lines) == 1
-        assert list(tmp_path.iterdir()) == []
+    assert len(lines) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_comparing_with_an_unfinished_run_is_refused_before_training(
+    run_copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = run_copy / "metrics.jsonl"
+    log.write_text("".join(line + "\n" for line in log.read_text().splitlines()[:-1]))
+    assert train(tmp_path / "new", "--compare", str(run_copy)) == 2
+    assert f"--compare: {run_copy} has no test scores yet" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="GNU OpenMP's waiting is changed on Linux only")

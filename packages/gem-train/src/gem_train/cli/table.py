@@ -84,8 +84,16 @@ def compare_runs(run_dir: Path, other: Path) -> None:
             a, b = values["ne"], theirs[task]["ne"]
             change = f"{100.0 * (a - b) / b:+.3f} %" if a is not None and b else None
             rows.append((task, a, b, change, values["auc"], theirs[task]["auc"]))
-    say(f"\ntest scores beside {other}:")
+    steps, other_steps = _steps(run_dir), _steps(other)
+    note = "" if steps == other_steps else f" (of other length: {other_steps} steps there, {steps} here)"
+    say(f"\ntest scores beside {other}{note}:")
     say(format_table(("task", "NE", f"NE {other.name}", "NE change", "AUC", f"AUC {other.name}"), rows))
+
+
+def _steps(run_dir: Path) -> int | None:
+    """Steps that a run trained for."""
+    records = [record for record in read_metrics(run_dir) if record["phase"] in ("end", "test")]
+    return max((int(record["step"]) for record in records), default=None)
 
 
 def _cell(value: Any) -> str:

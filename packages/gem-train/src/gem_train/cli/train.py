@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if not is_worker():
         directory.check(resume=args.resume, overwrite=args.overwrite)
         _data(args, recipe, _old_record(directory, recipe) if args.resume else None)
+        _check_compare(args)
         if args.nproc != 1:
             error = run_workers([sys.executable, "-m", "gem_train.cli", *args.argv], args.nproc)
             if error is None:
@@ -73,6 +74,7 @@ def _train(
     from gem_train.recipes import RunConfig, build
 
     world.on_first(lambda: directory.check(resume=args.resume, overwrite=args.overwrite))
+    world.on_first(lambda: _check_compare(args))
     old = _old_record(directory, recipe) if args.resume else None
     record = RunRecord(
         recipe=recipe.name,
@@ -103,7 +105,7 @@ def _train(
             sparse_learning_rate=config.sparse.learning_rate,
             train_source=parts.train_source,
             total_steps=parts.train_source.num_batches,
-            tasks=log.tasks,
+            tasks=config.model.tasks,
             eval_sources=parts.eval_sources,
             world=world,
             clip=parts.clip,
@@ -122,7 +124,7 @@ def _train(
         # Everything that the user can have got wrong has been found by now; from here on the run's files change.
         world.on_first(lambda: _begin(directory, record, clear=args.overwrite))
         with _open_log(directory, world, (start or 0) if args.resume else None) as run_log:
-            reference = recipe.reference_for(log)
+            reference = recipe.reference_for(log) if recipe.reference_task in config.model.tasks else None
             if run_log is not None:
                 values = _config_record(recipe, config, parts, world, directory, record, start or 0)
                 run_log.write("config", values | _reference_values(reference))
@@ -150,6 +152,15 @@ def _old_record(directory: RunDirectory, recipe: "Recipe") -> RunRecord:
     if old.recipe != recipe.name:
         raise ConfigError(f"--resume: {directory.path} is a run of {old.recipe}, got {recipe.name}; name that recipe")
     return old
+
+
+def _check_compare(args: argparse.Namespace) -> None:
+    """Refuses a run that is to be set beside this one and has nothing to set there."""
+    if args.compare:
+        try:
+            final_scores(Path(args.compare))
+        except ValueError as error:
+            raise ConfigError(f"--compare: {error}") from error
 
 
 def _data(args: argparse.Namespace, recipe: "Recipe", old: RunRecord | None) -> str | None:

@@ -132,11 +132,37 @@ class RunConfig:
             The settings.
 
         Raises:
-            ConfigError: if a name is unknown or a value does not fit.
+            ConfigError: if a name is unknown, or a value does not fit its field or the data.
         """
         plain = cls(trainer=recipe.trainer, data=recipe.data, sparse=recipe.sparse, model=recipe.model(log))
-        return apply_overrides(plain, assignments)
+        config = apply_overrides(plain, assignments)
+        _check_reads(config.model, log)
+        return config
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values of all fields."""
         return {field.name: dataclasses.asdict(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+
+def _check_reads(model: RankingConfig, log: EventLog) -> None:
+    """Refuses a model that reads what the log does not have; only fields that a user set can differ."""
+    _check_names("tasks", model.tasks, log.tasks)
+    _check_names("context_features", model.context_features, log.context_features)
+    _check_count("num_dense", model.num_dense, log.num_dense)
+    for index, tower in enumerate(model.sequences):
+        _check_names(f"sequences.{index}.name", (tower.name,), (log.schema.history,))
+        _check_names(f"sequences.{tower.name}.event_features", tower.event_features, log.event_features)
+        _check_count(f"sequences.{tower.name}.num_event_dense", tower.num_event_dense, log.num_event_dense)
+
+
+def _check_names(field: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(
+            f"--set model.{field}={','.join(names)}: the data has no {', '.join(unknown)}; it has {', '.join(known)}"
+        )
+
+
+def _check_count(field: str, count: int, known: int) -> None:
+    if count != known:
+        raise ConfigError(f"--set model.{field}={count}: the data has {known} columns; leave it at {known}")
