@@ -354,6 +354,7 @@ def test_bad_input_is_named(changes, error, words):
     with pytest.raises(error, match=r"^gdpa: ") as raised:
         gdpa(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
     assert all(word in str(raised.value) for word in words), str(raised.value)
+    assert "; " in str(raised.value).partition("got ")[2], f"no remedy: {raised.value}"
 
 
 def test_select_is_pure_and_fits_every_gpu():

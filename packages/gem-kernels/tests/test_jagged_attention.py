@@ -352,6 +352,7 @@ def test_bad_input_is_named(changes, error, words):
     with pytest.raises(error, match=r"^jagged_attention: ") as raised:
         jagged_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
     assert all(word in str(raised.value) for word in words), str(raised.value)
+    assert "; " in str(raised.value).partition("got ")[2], f"no remedy: {raised.value}"
 
 
 def test_grid_holds_every_tile_and_refuses_what_cuda_cannot_launch():

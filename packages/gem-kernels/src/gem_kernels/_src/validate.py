@@ -14,7 +14,7 @@ _OFFSET_DTYPES = (torch.int32, torch.int64)
 def check_values(op: str, name: str, x: Tensor) -> None:
     """Raise unless ``x`` is a packed (T, H, D) float tensor that the kernels of its device can read."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{op}: `{name}` must be a Tensor, got {type(x).__name__}.")
+        raise TypeError(f"{op}: `{name}` must be a Tensor, got {type(x).__name__}; convert it with torch.as_tensor.")
     if x.dim() != 3:
         raise ValueError(
             f"{op}: `{name}` must have shape (T, H, D), got {tuple(x.shape)}; pack the sequences along dim 0 first."
@@ -27,15 +27,24 @@ def check_values(op: str, name: str, x: Tensor) -> None:
             "cast it or move it to the CPU."
         )
     if x.shape[1] == 0 or x.shape[2] == 0:
-        raise ValueError(f"{op}: `{name}` must have at least one head and one channel, got {tuple(x.shape)}.")
+        raise ValueError(
+            f"{op}: `{name}` must have at least one head and one channel, got {tuple(x.shape)}; "
+            "reshape it to (T, H, D)."
+        )
 
 
 def check_offsets(op: str, name: str, offsets: Tensor, like: Tensor) -> None:
     """Raise unless ``offsets`` is a (B + 1,) integer tensor on the device of ``like``."""
     if not isinstance(offsets, Tensor):
-        raise TypeError(f"{op}: `{name}` must be a Tensor of shape (B + 1,), got {type(offsets).__name__}.")
+        raise TypeError(
+            f"{op}: `{name}` must be a Tensor of shape (B + 1,), got {type(offsets).__name__}; "
+            "make it with lengths_to_offsets of the lengths."
+        )
     if offsets.dim() != 1 or offsets.shape[0] < 1:
-        raise ValueError(f"{op}: `{name}` must have shape (B + 1,) with B >= 0, got {tuple(offsets.shape)}.")
+        raise ValueError(
+            f"{op}: `{name}` must have shape (B + 1,) with B >= 0, got {tuple(offsets.shape)}; "
+            "make it with lengths_to_offsets of the lengths."
+        )
     if offsets.dtype not in _OFFSET_DTYPES:
         raise TypeError(f"{op}: `{name}` must be int32 or int64, got {offsets.dtype}; cast it with `.to(torch.int64)`.")
     if offsets.device != like.device:
@@ -61,9 +70,12 @@ def check_same(op: str, tensors: dict[str, Tensor]) -> None:
 def check_max_seqlen(op: str, name: str, max_seqlen: int) -> None:
     """Raise unless ``max_seqlen`` is a non-negative int (a Python int: a tensor would need a device sync)."""
     if isinstance(max_seqlen, (bool, float, Tensor)) or not isinstance(max_seqlen, (int, torch.SymInt)):
-        raise TypeError(f"{op}: `{name}` must be a Python int, got {type(max_seqlen).__name__}.")
+        raise TypeError(
+            f"{op}: `{name}` must be a Python int, got {type(max_seqlen).__name__}; "
+            "keep the longest length on the host, or an upper bound of it."
+        )
     if max_seqlen < 0:
-        raise ValueError(f"{op}: `{name}` must be >= 0 tokens, got {max_seqlen}.")
+        raise ValueError(f"{op}: `{name}` must be >= 0 tokens, got {max_seqlen}; pass the longest length or more.")
 
 
 def check_offset_values(op: str, name: str, offsets: Tensor, total: int, max_name: str, max_seqlen: int) -> None:
@@ -76,20 +88,24 @@ def check_offset_values(op: str, name: str, offsets: Tensor, total: int, max_nam
     if first != 0:
         raise ValueError(f"{op}: `{name}` must start at 0, got {first}; rebase the offsets to the packed tensor.")
     if last != total:
-        raise ValueError(f"{op}: `{name}` must end at the number of packed rows, {total}, got {last}.")
+        raise ValueError(
+            f"{op}: `{name}` must end at the number of packed rows, {total}, got {last}; "
+            "make them with lengths_to_offsets of the lengths."
+        )
     if lengths.numel() == 0:
         return
     shortest, longest = (int(x) for x in torch.aminmax(lengths))
     if shortest < 0:
         b = int(torch.argmin(lengths))
         raise ValueError(
-            f"{op}: `{name}` must not decrease, got {int(offsets[b])} then {int(offsets[b + 1])} at sequence {b}."
+            f"{op}: `{name}` must not decrease, got {int(offsets[b])} then {int(offsets[b + 1])} at sequence {b}; "
+            "make them with lengths_to_offsets of the lengths."
         )
     if longest > max_seqlen:
         b = int(torch.argmax(lengths))
         raise ValueError(
             f"{op}: `{max_name}` must be at least the longest sequence, {longest} tokens (sequence {b}), "
-            f"got {max_seqlen}."
+            f"got {max_seqlen}; pass the longest length or more."
         )
 
 
@@ -98,18 +114,22 @@ def check_capacity(op: str, name: str, max_name: str, max_seqlen: int, num_seque
     if total > num_sequences * max_seqlen:
         raise ValueError(
             f"{op}: `{max_name}` must be at least the longest sequence, got {max_seqlen} tokens, "
-            f"but `{name}` spreads {total} rows over {num_sequences} sequences."
+            f"but `{name}` spreads {total} rows over {num_sequences} sequences; pass the longest length or more."
         )
 
 
 def check_index(op: str, name: str, index: Tensor, shape: str, count: int | None, like: Tensor) -> None:
     """Raise unless ``index`` is a 1-D integer tensor of ``count`` entries (any, if None) on the device of ``like``."""
     if not isinstance(index, Tensor):
-        raise TypeError(f"{op}: `{name}` must be a Tensor of shape {shape}, got {type(index).__name__}.")
+        raise TypeError(
+            f"{op}: `{name}` must be a Tensor of shape {shape}, got {type(index).__name__}; "
+            "convert it with torch.as_tensor."
+        )
     if index.dim() != 1 or (count is not None and index.shape[0] != count):
         expected = shape if count is None else f"{shape} = ({count},)"
         raise ValueError(
-            f"{op}: `{name}` must have shape {expected}, one entry per query sequence, got {tuple(index.shape)}."
+            f"{op}: `{name}` must have shape {expected}, one entry per query sequence, got {tuple(index.shape)}; "
+            "drop or add entries so that it does."
         )
     if index.dtype not in _OFFSET_DTYPES:
         raise TypeError(f"{op}: `{name}` must be int32 or int64, got {index.dtype}; cast it with `.to(torch.int64)`.")
@@ -141,7 +161,8 @@ def check_targets(
     check_index(op, "num_targets", num_targets, "(B,)", offsets_q.shape[0] - 1, q)
     if q.shape[0] != k.shape[0]:
         raise ValueError(
-            f"{op}: `num_targets` needs self-attention, `k` with the rows of `q`, {q.shape[0]}, got {k.shape[0]}."
+            f"{op}: `num_targets` needs self-attention, `k` with the rows of `q`, {q.shape[0]}, got {k.shape[0]}; "
+            "pass the same tokens on both sides, or no `num_targets`."
         )
 
 
@@ -165,11 +186,19 @@ def check_attention(
         check_values(op, name, x)
     check_same(op, {"q": q, "k": k, "v": v})
     if k.shape[0] != v.shape[0]:
-        raise ValueError(f"{op}: `v` must have as many rows as `k`, {k.shape[0]}, got {v.shape[0]}.")
+        raise ValueError(
+            f"{op}: `v` must have as many rows as `k`, {k.shape[0]}, got {v.shape[0]}; "
+            "make both from the same packed tokens."
+        )
     if k.shape[1] != v.shape[1]:
-        raise ValueError(f"{op}: `v` must have as many heads as `k`, {k.shape[1]}, got {v.shape[1]}.")
+        raise ValueError(
+            f"{op}: `v` must have as many heads as `k`, {k.shape[1]}, got {v.shape[1]}; "
+            "give both the same number of heads."
+        )
     if k.shape[2] != q.shape[2]:
-        raise ValueError(f"{op}: `k` must have the head dim of `q`, {q.shape[2]}, got {k.shape[2]}.")
+        raise ValueError(
+            f"{op}: `k` must have the head dim of `q`, {q.shape[2]}, got {k.shape[2]}; project both to one width."
+        )
     if q.shape[1] % k.shape[1] != 0:
         raise ValueError(
             f"{op}: the heads of `k` must divide the heads of `q`, got {k.shape[1]} and {q.shape[1]}; "
@@ -184,7 +213,7 @@ def check_attention(
     elif offsets_q is not None and offsets_q.shape[0] != offsets_k.shape[0]:
         raise ValueError(
             f"{op}: `offsets_k` must have shape (B + 1,) = ({offsets_q.shape[0]},) like `offsets_q`, "
-            f"got ({offsets_k.shape[0]},)."
+            f"got ({offsets_k.shape[0]},); give both sides the same sequences, with length 0 where one is empty."
         )
     check_max_seqlen(op, "max_seqlen_q", max_seqlen_q)
     check_max_seqlen(op, "max_seqlen_k", max_seqlen_k)
@@ -193,23 +222,28 @@ def check_attention(
 def check_window(op: str, window_size: tuple[int, int]) -> None:
     """Raise unless ``window_size`` is a pair of ints >= -1."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise TypeError(f"{op}: `window_size` must be a pair (left, right) of ints, got {window_size!r}.")
+        raise TypeError(
+            f"{op}: `window_size` must be a pair (left, right) of ints, got {window_size!r}; use -1 for unbounded."
+        )
     for side in window_size:
         if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)):
-            raise TypeError(f"{op}: `window_size` must be a pair (left, right) of ints, got {window_size!r}.")
+            raise TypeError(
+                f"{op}: `window_size` must be a pair (left, right) of ints, got {window_size!r}; use -1 for unbounded."
+            )
         if side < -1:
             raise ValueError(
-                f"{op}: `window_size` must hold tokens >= 0, or -1 for unbounded, got {tuple(window_size)}."
+                f"{op}: `window_size` must hold tokens >= 0, or -1 for unbounded, got {tuple(window_size)}; "
+                "use -1 for no bound on that side."
             )
 
 
 def check_scalar(op: str, name: str, value: float) -> None:
     """Raise unless ``value`` is a finite Python number; a tensor would need a device sync."""
     if isinstance(value, (bool, Tensor)) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"{op}: `{name}` must be a Python float, got {type(value).__name__}.")
+        raise TypeError(f"{op}: `{name}` must be a Python float, got {type(value).__name__}; keep it on the host.")
     # Not math.isfinite, which torch.compile cannot trace.
     if value != value or value in (math.inf, -math.inf):
-        raise ValueError(f"{op}: `{name}` must be finite, got {value}.")
+        raise ValueError(f"{op}: `{name}` must be finite, got {value}; pass a finite number.")
 
 
 def check_scale(op: str, scale: float) -> None:
@@ -234,7 +268,7 @@ def check_request_values(op: str, request_index: Tensor, num_requests: int) -> N
     if first < 0 or last >= num_requests:
         raise ValueError(
             f"{op}: `request_index` must name one of the {num_requests} key sequences of `offsets_k`, "
-            f"got {first if first < 0 else last}."
+            f"got {first if first < 0 else last}; count the key sequences from 0."
         )
 
 
@@ -244,7 +278,8 @@ def check_target_values(op: str, num_targets: Tensor, offsets_q: Tensor, offsets
         b = int((offsets_q.long() != offsets_k.long()).nonzero()[0])
         raise ValueError(
             f"{op}: `num_targets` needs self-attention, equal `offsets_q` and `offsets_k`, "
-            f"got {int(offsets_q[b])} and {int(offsets_k[b])} at entry {b}."
+            f"got {int(offsets_q[b])} and {int(offsets_k[b])} at entry {b}; "
+            "pass the same offsets on both sides, or no `num_targets`."
         )
     lengths = torch.diff(offsets_q)
     outside = (num_targets < 0) | (num_targets > lengths)
@@ -252,7 +287,7 @@ def check_target_values(op: str, num_targets: Tensor, offsets_q: Tensor, offsets
         b = int(outside.nonzero()[0])
         raise ValueError(
             f"{op}: `num_targets` must be between 0 and the length of its sequence, {int(lengths[b])} tokens "
-            f"(sequence {b}), got {int(num_targets[b])}."
+            f"(sequence {b}), got {int(num_targets[b])}; count the last rows of the sequence that are targets."
         )
 
 
@@ -274,12 +309,12 @@ def check_batch(
     if offsets_q is None and q.shape[0] > max_seqlen_q:
         raise ValueError(
             f"{op}: `max_seqlen_q` must be at least the rows of `q` when `offsets_q` is None, {q.shape[0]}, "
-            f"got {max_seqlen_q}."
+            f"got {max_seqlen_q}; pass the number of rows."
         )
     if request_index is not None and request_index.shape[0] > 0 and num_requests == 0:
         raise ValueError(
             f"{op}: `request_index` must be empty when `offsets_k` holds no key sequence, "
-            f"got {request_index.shape[0]} entries."
+            f"got {request_index.shape[0]} entries; pass the key sequences that they name."
         )
     for name, offsets, x, max_seqlen in (
         ("q", offsets_q, q, max_seqlen_q),

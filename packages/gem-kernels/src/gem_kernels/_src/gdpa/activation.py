@@ -94,7 +94,8 @@ def activation_name(op: str, activation: str | Activation) -> str:
         return activation.name
     if activation not in ACTIVATION_NAMES and activation not in _registered:
         raise ValueError(
-            f"{op}: `activation` must be one of {', '.join(ACTIVATION_NAMES)} or an Activation, got {activation!r}."
+            f"{op}: `activation` must be one of {', '.join(ACTIVATION_NAMES)} or an Activation, got {activation!r}; "
+            "name one of them, or make an Activation of your own."
         )
     return activation
 
