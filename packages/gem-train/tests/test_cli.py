@@ -231,6 +231,12 @@ def test_a_mistake_gives_one_line_and_code_2(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_model_may_read_less_than_the_data_has(tmp_path: Path) -> None:
+    less = ("--set", "model.context_features=item", "--set", "model.sequences.history.event_features=")
+    assert train(tmp_path / "run", *less, steps=2) == 0
+    assert read_metrics(tmp_path / "run")[-1]["phase"] == "test"
+
+
 def test_comparing_with_an_unfinished_run_is_refused_before_training(
     run_copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

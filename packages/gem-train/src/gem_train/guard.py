@@ -102,8 +102,8 @@ class GradientGuard:
             self._copied.synchronize()
             self._raise_if_bad(int(self._host), self._copied_names, step)
 
-    def _inspect_rows(self, name: str, gradient: Tensor) -> Tensor:
-        if not gradient.numel():
+    def _inspect_rows(self, name: str, gradient: Tensor | None) -> Tensor | None:
+        if gradient is None or not gradient.numel():  # None: the model does not read the feature
             return gradient
         magnitude = torch.linalg.vector_norm(gradient, ord=torch.inf)
         self.observe(f"the gradient of the looked-up rows of feature {name}", magnitude)
