@@ -16,12 +16,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ALLOWED_SUFFIXES = (".py", "py.typed")
+PACKAGE_DATA = ("gem_parallel/_src/planner/nvidia-h200.json",)
+"""Files beside the sources that a wheel must hold."""
 
 
 def wheel_breaches(wheel: Path) -> Iterator[str]:
     package = wheel.name.partition("-")[0]
     names = zipfile.ZipFile(wheel).namelist()
-    for required in (f"{package}/py.typed", f"{package}/__init__.py", f"{package}/_version.py"):
+    data = tuple(name for name in PACKAGE_DATA if name.startswith(f"{package}/"))
+    for required in (f"{package}/py.typed", f"{package}/__init__.py", f"{package}/_version.py", *data):
         if required not in names:
             yield f"{wheel.name}: lacks {required}"
     if not any(name.endswith("licenses/LICENSE") for name in names):
@@ -30,7 +33,7 @@ def wheel_breaches(wheel: Path) -> Iterator[str]:
         top = name.partition("/")[0]
         if top != package and not top.endswith(".dist-info"):
             yield f"{wheel.name}: holds {name} outside {package}/"
-        if top == package and not name.endswith(ALLOWED_SUFFIXES):
+        if top == package and not name.endswith(ALLOWED_SUFFIXES) and name not in data:
             yield f"{wheel.name}: holds {name}, which is no source file"
         if "tests" in Path(name).parts:
             yield f"{wheel.name}: holds the test {name}"
