@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from gem_kernels import gdpa, reference
+from gem_kernels._src.attention.pairing import pair_sequences
 from gem_kernels._src.gdpa import hopper_launch
 from gem_kernels._src.gdpa.hopper_schedule import make_schedule
 from gem_kernels.testing import assert_matches_oracle, attention_inputs, random_lengths, summation_floor
@@ -58,7 +59,8 @@ def test_chunks_cover_every_query_row_once_and_come_with_most_work_first(case, m
 
 def test_tensors_on_the_cpu_take_the_portable_kernel():
     x = attention_inputs((3,), head_dim=128, dtype=torch.bfloat16)
-    assert not hopper_launch.applies(x.q, x.k, x.v, -1, -1, (9, 0))
+    pairing = pair_sequences(x.q, x.offsets_q, x.offsets_k, None, x.max_seqlen_q, -1, -1)
+    assert not hopper_launch.applies(x.q, x.k, x.v, pairing, None, -1, -1)
 
 
 # ---------------------------------------------------------------- on the GPU

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
+from gem_kernels._src.override import replaced
 
 Kernel = Literal["forward", "dq", "dkdv", "dqdkdv"]
 """``dqdkdv`` is the dK/dV kernel that writes dQ too."""
@@ -95,17 +97,9 @@ MAX_HEAD_DIM_DQDKDV = 128
 _override: dict[Kernel, TileConfig] = {}
 
 
-@contextlib.contextmanager
-def override(kernel: Kernel, config: TileConfig) -> Iterator[None]:
+def override(kernel: Kernel, config: TileConfig) -> AbstractContextManager[None]:
     """Use ``config`` for ``kernel`` of both ops inside the block: for tests and for tuning, not for users."""
-    before = _override.get(kernel)
-    _override[kernel] = config
-    try:
-        yield
-    finally:
-        del _override[kernel]
-        if before is not None:
-            _override[kernel] = before
+    return replaced(_override, kernel, config)
 
 
 def select_from(

@@ -346,8 +346,7 @@ def launch_backward(
         return torch.zeros_like(q, memory_format=torch.contiguous_format), dk.zero_(), dv.zero_()
     left, right = clamp_window(left, right)
     pairing = pair_sequences(q, offsets_q, offsets_k, request_index, max_seqlen_q, left, right)
-    plain = pairing.request_index is None and not pairing.broadcast_q and num_targets is None
-    if plain and hopper_launch.applies(q, k, v, left, right, capability_of(q)):
+    if hopper_launch.applies(q, k, v, pairing, num_targets, left, right):
         return hopper_launch.launch_hopper_backward(
             do, q, k, v, pairing.offsets_q, pairing.offsets_k, activation, pre_scale, post_scale
         )

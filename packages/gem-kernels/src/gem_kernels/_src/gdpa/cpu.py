@@ -11,48 +11,22 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gem_kernels._src.attention.batching import (
-    Chunk,
-    Group,
-    PackedOutput,
-    Rows,
-    compute_dtype,
-    plan_chunks,
-    plan_groups,
-)
+from gem_kernels._src.attention.batching import Chunk, Group, PackedOutput, compute_dtype, plan_chunks
 from gem_kernels._src.attention.pairing import Pairing
+from gem_kernels._src.attention.sides import Sides, plan_pairing
 from gem_kernels._src.attention.window import pair_mask, target_pair_mask
 from gem_kernels._src.gdpa.cpu_activation import cpu_activation
 
 
-class _Sides:
-    """The query and key rows of one group, and which of their pairs are valid."""
+class _Sides(Sides):
+    """The rows of one group, and which of their pairs are valid."""
 
     def __init__(self, pairing: Pairing, group: Group, num_targets: Tensor | None, left: int, right: int) -> None:
+        super().__init__(pairing, group)
         self._window = left, right
-        self._broadcast = pairing.broadcast_q
-        self.group = group
-        sequences = group.sequences
-        keys = sequences if pairing.request_index is None else pairing.request_index.long()[sequences]
-        self.rows_q = Rows(pairing.offsets_q, group, group.len_q, group.min_q)
-        self.rows_k = Rows(pairing.offsets_k, group, group.len_k, group.min_k, sequences=keys)
         self._history: Tensor | None = None  # (n,)
         if num_targets is not None:
-            self._history = torch.diff(pairing.offsets_k.long())[sequences] - num_targets.long()[sequences]
-
-    def gather_q(self, q: Tensor, dtype: torch.dtype) -> Tensor:
-        """(n * H, len_q, D) fresh copy."""
-        if not self._broadcast:
-            return self.rows_q.gather(q, dtype)
-        return q.to(dtype).transpose(0, 1).repeat(self.group.sequences.numel(), 1, 1)
-
-    def add_dq(self, dq: PackedOutput, dq_g: Tensor) -> None:
-        """Write dq_g (n * H, len_q, D), or add it where all sequences share the rows."""
-        if self._broadcast:
-            seeds = dq_g.view(self.group.sequences.numel(), dq.num_heads, self.group.len_q, -1).sum(0)
-            dq.packed().add_(seeds.transpose(0, 1))
-        else:
-            self.rows_q.scatter(dq, dq_g)
+            self._history = torch.diff(pairing.offsets_k.long())[group.sequences] - num_targets.long()[group.sequences]
 
     def chunks(self, num_heads: int) -> list[Chunk]:
         """Chunks that have keys."""
@@ -78,10 +52,7 @@ def _plan(
     pairing: Pairing, num_heads: int, num_targets: Tensor | None, left: int, right: int
 ) -> Iterator[tuple[_Sides, int]]:
     """The sides of every group, and its number of sequences."""
-    lengths_k = torch.diff(pairing.offsets_k)
-    if pairing.request_index is not None:
-        lengths_k = lengths_k[pairing.request_index.long()]
-    for group in plan_groups(torch.diff(pairing.offsets_q), lengths_k, num_heads):
+    for group in plan_pairing(pairing, num_heads):
         yield _Sides(pairing, group, num_targets, left, right), group.sequences.numel()
 
 

@@ -192,8 +192,7 @@ def launch_forward(
         return out
     left, right = clamp_window(left, right)
     pairing = pair_sequences(q, offsets_q, offsets_k, request_index, max_seqlen_q, left, right)
-    plain = pairing.request_index is None and not pairing.broadcast_q and num_targets is None
-    if plain and hopper_launch.applies(q, k, v, left, right, capability_of(q)):
+    if hopper_launch.applies(q, k, v, pairing, num_targets, left, right):
         hopper_launch.launch_hopper_forward(
             out, q, k, v, pairing.offsets_q, pairing.offsets_k, activation, pre_scale, post_scale
         )

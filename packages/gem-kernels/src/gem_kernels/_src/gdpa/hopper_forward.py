@@ -4,7 +4,7 @@ A unit of work is a head and a chunk of query rows of one sequence (``hopper_sch
 
 * the producer copies tiles of Q, and of K and V into a ring of stages;
 * the cleaner zeroes the rows of a sequence's last K and V tile that belong to the next sequence, so that no product
-  needs a mask: a zero key gives a zero score, and every activation maps 0 to 0;
+  needs a mask: a zero value adds nothing, whatever the activation makes of the score of a zero key;
 * two consumers own 64 query rows each and take a key tile in two halves. A consumer issues the scores of the next
   half, be it of the next chunk, before it activates the scores it has, so short keys overlap as well as long ones, and
   the first half's values are multiplied while the second half is activated.

@@ -11,7 +11,8 @@ import torch
 import triton
 from torch import Tensor
 
-from gem_kernels._src.attention.launch import device_guard
+from gem_kernels._src.attention.launch import capability_of, device_guard
+from gem_kernels._src.attention.pairing import Pairing
 from gem_kernels._src.gdpa.hopper_schedule import MAX_TILES, Schedule, make_schedule
 from gem_kernels._src.tiles.activation import activation_pair
 
@@ -47,20 +48,25 @@ def has_tested_gluon() -> bool:
     return triton.__version__.split(".")[:2] == ["3", "6"]
 
 
-def applies(q: Tensor, k: Tensor, v: Tensor, left: int, right: int, capability: tuple[int, int]) -> bool:
+def applies(
+    q: Tensor, k: Tensor, v: Tensor, pairing: Pairing, num_targets: Tensor | None, left: int, right: int
+) -> bool:
     """Whether the kernels compute this call: half precision, no window, D = D_v of 64 or 128, heads side by side.
 
-    A pure function of shapes, strides, dtype and capability, so that all ranks of a job agree. Everything else runs on
-    the portable kernel, with the same result up to rounding.
+    Neither targets, nor shared seeds, nor requests that ``pairing`` could not merge. A pure function of shapes,
+    strides, dtype and capability, so that all ranks of a job agree. Everything else runs on the portable kernel, with
+    the same result up to rounding.
     """
     return (
         not _portable_only
         and q.is_cuda
-        and capability == (9, 0)
+        and capability_of(q) == (9, 0)
         and has_tested_gluon()
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.shape[2] in HEAD_DIMS
         and q.shape[2] == v.shape[2]
+        and not pairing.indexed
+        and num_targets is None
         and left < 0
         and right < 0
         and max(q.shape[0], k.shape[0]) <= _MAX_ROWS

@@ -8,16 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gem_kernels._src.attention.batching import (
-    Chunk,
-    Group,
-    PackedOutput,
-    Rows,
-    compute_dtype,
-    plan_chunks,
-    plan_groups,
-)
+from gem_kernels._src.attention.batching import Chunk, Group, PackedOutput, Rows, compute_dtype, plan_chunks
 from gem_kernels._src.attention.pairing import Pairing
+from gem_kernels._src.attention.sides import Sides, plan_pairing
 from gem_kernels._src.attention.window import pair_mask
 from gem_kernels._src.jagged_attention.bias import Bias, position_index, time_buckets
 
@@ -33,38 +26,8 @@ def _mask_scores(scores: Tensor, chunk: Chunk, group: Group, tail: Tensor | None
         scores.masked_fill_(~pair_mask(rows, keys, left, right), float("-inf"))
 
 
-class _Sides:
-    """The query and key rows of one group."""
-
-    def __init__(self, pairing: Pairing, group: Group) -> None:
-        sequences = group.sequences
-        keys = sequences if pairing.request_index is None else pairing.request_index.long()[sequences]
-        self._broadcast = pairing.broadcast_q
-        self.group = group
-        self.rows_q = Rows(pairing.offsets_q, group, group.len_q, group.min_q)
-        self.rows_k = Rows(pairing.offsets_k, group, group.len_k, group.min_k, sequences=keys)
-
-    def gather_q(self, q: Tensor, dtype: torch.dtype) -> Tensor:
-        """(n * H, len_q, D) fresh copy."""
-        if not self._broadcast:
-            return self.rows_q.gather(q, dtype)
-        return q.to(dtype).transpose(0, 1).repeat(self.group.sequences.numel(), 1, 1)
-
-    def add_dq(self, dq: PackedOutput, dq_g: Tensor) -> None:
-        """Write dq_g (n * H, len_q, D), or add it where all sequences share the rows."""
-        if self._broadcast:
-            seeds = dq_g.view(self.group.sequences.numel(), dq.num_heads, self.group.len_q, -1).sum(0)
-            dq.packed().add_(seeds.transpose(0, 1))
-        else:
-            self.rows_q.scatter(dq, dq_g)
-
-
-def _plan(pairing: Pairing, num_heads: int) -> Iterator[_Sides]:
-    lengths_k = torch.diff(pairing.offsets_k)
-    if pairing.request_index is not None:
-        lengths_k = lengths_k[pairing.request_index.long()]
-    for group in plan_groups(torch.diff(pairing.offsets_q), lengths_k, num_heads):
-        yield _Sides(pairing, group)
+def _plan(pairing: Pairing, num_heads: int) -> Iterator[Sides]:
+    return (Sides(pairing, group) for group in plan_pairing(pairing, num_heads))
 
 
 class _GroupBias:

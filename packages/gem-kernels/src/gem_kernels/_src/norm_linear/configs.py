@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
 from gem_kernels._src.attention.configs import power_of_two, shared_memory_bytes
+from gem_kernels._src.override import replaced
 
 Kernel = Literal["rmsnorm_linear", "linear_norm"]
 MAX_FUSED_NORM = 512
@@ -54,17 +54,9 @@ _SMALL: dict[Kernel, MatmulConfig] = {
 _override: dict[Kernel, MatmulConfig] = {}
 
 
-@contextlib.contextmanager
-def override(kernel: Kernel, config: MatmulConfig) -> Iterator[None]:
+def override(kernel: Kernel, config: MatmulConfig) -> AbstractContextManager[None]:
     """Use ``config`` for ``kernel`` inside the block: for tuning, not for users."""
-    before = _override.get(kernel)
-    _override[kernel] = config
-    try:
-        yield
-    finally:
-        del _override[kernel]
-        if before is not None:
-            _override[kernel] = before
+    return replaced(_override, kernel, config)
 
 
 def select(kernel: Kernel, in_features: int, out_features: int, capability: tuple[int, int]) -> MatmulConfig:
