@@ -117,6 +117,8 @@ def make_providers(x: AttentionInputs) -> dict[str, Block]:
         "single ops": single_ops,
     }
     if x.q.is_cuda:
+        # Timed on one graph many times, so its buffers may not be donated to the first backward.
+        torch._functorch.config.donated_buffer = False
         providers["single ops, compiled"] = torch.compile(single_ops, fullgraph=True)
     return providers | {"gdpa alone": lambda q, k, v: gdpa(q, k, v, **options)}
 

@@ -96,9 +96,11 @@ def test_one_backend_of_symmetric_memory_per_process(monkeypatch):
     def refuse(name):
         raise RuntimeError("in use")
 
+    monkeypatch.setattr(torch.distributed._symmetric_memory, "get_backend", lambda device: "CUDA")
     monkeypatch.setattr(torch.distributed._symmetric_memory, "set_backend", refuse)
     with pytest.raises(ValueError, match=r"got NCCL \(in use\); use one engine per process"):
         memory.use_backend("NCCL")
+    assert memory.use_backend("CUDA") is torch.distributed._symmetric_memory
 
 
 def test_unknown_engine():

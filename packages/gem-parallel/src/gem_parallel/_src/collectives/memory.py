@@ -41,6 +41,9 @@ def use_backend(name: str) -> Any:
     """
     keep_multicast_off()
     memory: Any = importlib.import_module("torch.distributed._symmetric_memory")
+    # Where a backend is torch's choice already, torch does not list it among those that may be set.
+    if memory.get_backend("cuda") == name:
+        return memory
     try:
         memory.set_backend(name)
     except RuntimeError as error:
