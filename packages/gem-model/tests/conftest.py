@@ -80,6 +80,12 @@ def two_towers() -> RankingConfig:
 
 
 @pytest.fixture
+def experts(two_towers) -> RankingConfig:
+    """Three Wukong experts in each layer."""
+    return dataclasses.replace(two_towers, num_experts=3)
+
+
+@pytest.fixture
 def no_sequences() -> RankingConfig:
     return RankingConfig(
         context_features=(), num_dense=5, sequences=(), tasks=("click",), embedding_dim=4, dim=16, num_layers=3

@@ -43,6 +43,7 @@ CONFIG_CASES = [
     Case("task-name", {"tasks": ("a b",)}, "`tasks` must be identifiers"),
     Case("no-features", {"context_features": (), "num_dense": 0}, "got neither; add one"),
     Case("no-layers", {"num_layers": 0}, "`num_layers` must be >= 1, got 0"),
+    Case("no-experts", {"num_experts": 0}, "`num_experts` must be >= 1, got 0"),
     Case("kinds-per-layer", {"num_layers": 3}, "must have `num_layers` = 3 entries, got 2"),
     Case("same-name", {"sequences": (TOWER, TOWER)}, "`sequences` must not repeat a name, got ['history']"),
     Case("sequences", {"sequences": ("history",)}, "must be a tuple of SequenceTowerConfig", TypeError),

@@ -13,7 +13,7 @@ from gem_model.flops import BatchSizes, FlopCount, ModuleFlops
 LENGTHS = {"edges": (0, 1, 5, 6, 31, 32, 33, 64, 65, 200), "one": (17,), "all-empty": (0, 0), "no-samples": ()}
 
 
-@pytest.fixture(params=["tiny", "two_towers", "no_sequences"])
+@pytest.fixture(params=["tiny", "two_towers", "no_sequences", "experts"])
 def config(request):
     return request.getfixturevalue(request.param)
 

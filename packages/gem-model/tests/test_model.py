@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import nn
 
 from gem_model import RankingModel, random_batch
 
-CONFIGS = ["tiny", "two_towers", "no_sequences"]
+CONFIGS = ["tiny", "two_towers", "no_sequences", "experts"]
 
 
 @dataclass(frozen=True)
@@ -247,6 +248,50 @@ def test_shard_units_name_modules_that_hold_all_parameters(config):
     held = {id(p) for unit in units for p in model.get_submodule(unit).parameters()}
     assert held == {id(p) for p in model.parameters()}
     assert sum(len(list(model.get_submodule(unit).parameters())) for unit in units) == len(list(model.parameters()))
+
+
+def test_every_expert_adds_its_gated_output(experts):
+    model, batch, embeddings = make(experts, (3, 0, 20))
+    assert model.expert_layers == ("layers.0.interaction.mixture", "layers.1.interaction.mixture")
+    assert set(model.expert_layers) < set(model.shard_units)
+    with torch.no_grad():
+        whole = model(batch, embeddings)
+        mixture = model.get_submodule(model.expert_layers[0])
+        x = torch.randn(5, mixture.experts[0].interaction.residual.linear.in_features, experts.dim)
+        parts = torch.stack([expert(x) for expert in mixture.experts])
+        torch.testing.assert_close(mixture(x), parts.sum(0))
+        assert all((parts[i] - parts[j]).abs().max() > 1e-2 for i, j in ((0, 1), (1, 2)))
+        # A shut gate takes its expert out.
+        mixture.experts[1].gate.gate.weight.zero_()
+        mixture.experts[1].gate.gate.bias.fill_(-1e4)
+        torch.testing.assert_close(mixture(x), parts[0] + parts[2])
+        assert not torch.equal(model(batch, embeddings)["click"], whole["click"])
+
+
+def test_a_replaced_sum_of_experts_keeps_names_and_flops(experts):
+    """What spreads the experts over ranks holds some of them, under their positions."""
+
+    class Some(nn.Module):
+        def __init__(self, experts):
+            super().__init__()
+            self.experts = nn.ModuleDict({"1": experts[1]})
+
+        def forward(self, x):
+            return self.experts["1"](x)
+
+    model, batch, embeddings = make(experts, (3, 0, 20))
+    names, flops = set(model.state_dict()), model.flops(batch)
+    for name in model.expert_layers:
+        model.set_submodule(name, Some(model.get_submodule(name).experts))
+    assert set(model.state_dict()) == {name for name in names if ".experts." not in name or ".experts.1." in name}
+    assert model.flops(batch).by_module == flops.by_module
+    assert model(batch, embeddings)["click"].shape == (3,)
+
+
+def test_one_expert_is_the_plain_model(two_towers):
+    model = RankingModel(two_towers)
+    assert model.expert_layers == ()
+    assert not any("mixture" in name for name in model.state_dict())
 
 
 def test_state_dict_round_trip(config):

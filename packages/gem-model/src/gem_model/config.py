@@ -176,6 +176,9 @@ class RankingConfig:
     """Tokens that the attentive projection Y is computed from."""
     fm_hidden: int = 128
     """Hidden width of the MLPs of the factorization machine block."""
+    num_experts: int = 1
+    """Wukong experts of each layer's interaction; each sees every sample, and their gated outputs are summed. 1 is one
+    plain Wukong layer without a gate."""
     head_hidden: tuple[int, ...] = (128,)
     """Hidden widths of each task's MLP; may be empty."""
     activation: Activation = "relu"
@@ -211,6 +214,7 @@ class RankingConfig:
             fm_rank=self.fm_rank,
             fm_compressed_tokens=self.fm_compressed_tokens,
             fm_hidden=self.fm_hidden,
+            num_experts=self.num_experts,
         )
         if not isinstance(self.head_hidden, tuple):
             raise TypeError(f"{owner}: `head_hidden` must be a tuple of int, got {self.head_hidden!r}; use (128,).")

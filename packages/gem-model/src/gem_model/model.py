@@ -39,7 +39,7 @@ class RankingModel(nn.Module):
 
     1. X_sum = Gating(MLP over tokens(X)).
     2. S_sum = Gating([attention(X_sum -> S) ‖ SumKron(attention(seeds -> S)) ‖ latest events]).
-    3. X' = Wukong([X ‖ S_sum]).
+    3. X' = Wukong([X ‖ S_sum]), or the gated sum of several Wukong experts.
     4. S = S + RMSNorm(GDPA(LN(S), w1(X_sum), w2(X_sum)) + LN(S)).
     5. S' = S + self-attention(LN(S)), in a sliding window, in blocks, or not at all.
 
@@ -147,8 +147,21 @@ class RankingModel(nn.Module):
         towers = [tower.name for tower in self.config.sequences]
         units = ["context_tokens", *(f"event_tokens.{name}" for name in towers)]
         for index in range(self.config.num_layers):
-            units += [*(f"layers.{index}.towers.{name}" for name in towers), f"layers.{index}.interaction"]
+            units += [f"layers.{index}.towers.{name}" for name in towers]
+            units.append(self.expert_layers[index] if self.expert_layers else f"layers.{index}.interaction")
         return (*units, *(f"readout.towers.{name}" for name in towers), "heads")
+
+    @property
+    def expert_layers(self) -> tuple[str, ...]:
+        """Fully qualified names of the modules that sum experts over the whole batch; none with one expert.
+
+        Each has its experts in ``experts`` and may be replaced from outside, before the model is sharded, by a module
+        that spreads them over ranks: one that maps (B, n, d) to the sum of the outputs of all experts, and keeps those
+        it holds in ``experts``, under their positions.
+        """
+        if self.config.num_experts == 1:
+            return ()
+        return tuple(f"layers.{index}.interaction.mixture" for index in range(self.config.num_layers))
 
     def _check(self, batch: RankingBatch, embeddings: Mapping[str, Tensor]) -> None:
         config, num_samples = self.config, batch.num_samples

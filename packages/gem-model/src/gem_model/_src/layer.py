@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gem_model._src.blocks import normalize
+from gem_model._src.experts import MixedInteraction
 from gem_model._src.interaction import Interaction
 from gem_model._src.jagged import Jagged
 from gem_model._src.sequence_layer import SequenceLayer
@@ -37,7 +38,10 @@ class HybridLayer(nn.Module):
                 for tower in config.sequences
             }
         )
-        self.interaction = Interaction(config, num_inputs + config.num_pooled_tokens)
+        num_tokens = num_inputs + config.num_pooled_tokens
+        self.interaction = (
+            Interaction(config, num_tokens) if config.num_experts == 1 else MixedInteraction(config, num_tokens)
+        )
 
     def forward(self, x: Tensor, sequences: dict[str, Jagged]) -> LayerOutput:
         """Context tokens (B, n, d) and events by sequence name."""
