@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
+from gem_parallel._src.embeddings.cached_engine import CachedEngine
 from gem_parallel._src.embeddings.config import Gather, SparseOptimizerConfig
 from gem_parallel._src.embeddings.engine import Engine, FbgemmEngine
 from gem_parallel._src.embeddings.gathered import GatheredTables
 from gem_parallel._src.embeddings.grid import Grid
 from gem_parallel._src.embeddings.layout import Group
+from gem_parallel._src.embeddings.memory import check_cache_fits
 from gem_parallel._src.embeddings.plan import slice_bases
 from gem_parallel._src.embeddings.stores import FusedStore, ReplicatedStore, ShardedStore, Store
 from gem_parallel._src.embeddings.torch_engine import TorchEngine, needs_torch_engine
@@ -57,14 +60,38 @@ def make_engines(group: Group, shard_rank: int, replica_rank: int, storage: Stor
             )
             for shard, (start, end) in zip(group.tables, kept, strict=True)
         ]
-    pools = engines_pool(device)
-    rows = [end - start for start, end in kept]
-    return [
-        FbgemmEngine(
-            num_rows=part, dim=group.dim, optimizer=optimizer, weight_dtype=weight_dtype, device=device, pools=pools
+    if engines_pool(device):
+        return [
+            FbgemmEngine(
+                num_rows=[end - start],
+                dim=group.dim,
+                optimizer=optimizer,
+                weight_dtype=weight_dtype,
+                device=device,
+                pools=True,
+            )
+            for start, end in kept
+        ]
+    engines: list[Engine] = []
+    for memory, members in groupby(zip(group.tables, kept, strict=True), key=lambda member: member[0].config.memory):
+        found = list(members)
+        rows = [end - start for _, (start, end) in found]
+        check_cache_fits([shard.config for shard, _ in found], rows, group.dim, weight_dtype, device)
+        engine = FbgemmEngine(
+            num_rows=rows,
+            dim=group.dim,
+            optimizer=optimizer,
+            weight_dtype=weight_dtype,
+            device=device,
+            pools=False,
+            memory=memory,
         )
-        for part in ([[each] for each in rows] if pools else [rows])
-    ]
+        if memory.location == "uvm_caching":
+            learning_rate = optimizer.learning_rate
+            engines.append(CachedEngine(engine, num_rows=rows, learning_rate=learning_rate, device=device))
+        else:
+            engines.append(engine)
+    return engines
 
 
 def make_store(group: Group, engines: Sequence[Engine], grid: Grid | None, storage: Storage) -> Store:

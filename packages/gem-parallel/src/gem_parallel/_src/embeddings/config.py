@@ -8,17 +8,23 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 __all__ = [
+    "CacheAlgorithm",
     "FeatureConfig",
     "Gather",
     "IdPolicy",
+    "Location",
     "Placement",
     "Pooling",
     "SparseOptimizerConfig",
     "TableConfig",
+    "TableMemory",
     "check_configs",
+    "check_memory",
 ]
 
 Placement = Literal["auto", "table_wise", "row_wise", "column_wise", "replicated"]
+Location = Literal["device", "uvm", "uvm_caching"]
+CacheAlgorithm = Literal["lru", "lfu"]
 Pooling = Literal["sum", "mean", "none"]
 OptimizerKind = Literal["rowwise_adagrad", "adagrad", "adam", "sgd"]
 Gather = Literal["tables", "rows"]
@@ -32,6 +38,10 @@ MAX_ROWS = 2**60
 
 MAX_LOCAL_ROWS = 2**31 - 2
 """Rows of one table on one rank: fbgemm's CPU kernels index rows with 32 bits (one row is kept in reserve)."""
+
+
+DEFAULT_CACHE_LOAD_FACTOR = 0.2
+"""fbgemm's and torchrec's default."""
 
 
 def check_choice(owner: str, argument: str, value: object, choices: Sequence[str]) -> None:
@@ -54,6 +64,36 @@ def check_integer(owner: str, argument: str, value: object, low: int, high: int)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TableMemory:
+    """Where rows lie; tables of one dim that agree in it share an engine, and a cache if there is one."""
+
+    location: Location = "device"
+    cache_load_factor: float = 0.0
+    """0 without a cache."""
+    cache_algorithm: CacheAlgorithm = "lru"
+
+
+def check_memory(owner: str, location: object, cache_load_factor: object, cache_algorithm: object) -> None:
+    """Raise unless the three fields make sense together; None is a field that was left out."""
+    check_choice(owner, "location", location, get_args(Location))
+    if cache_algorithm is not None:
+        check_choice(owner, "cache_algorithm", cache_algorithm, get_args(CacheAlgorithm))
+    if cache_load_factor is not None:
+        if isinstance(cache_load_factor, bool) or not isinstance(cache_load_factor, (int, float)):
+            raise TypeError(f"{owner}: `cache_load_factor` must be a number, got {type(cache_load_factor).__name__}")
+        if not 0 < cache_load_factor <= 1:
+            raise ValueError(
+                f"{owner}: `cache_load_factor` must lie in (0, 1] (rows in the cache / rows), got {cache_load_factor}"
+            )
+    for argument, value in (("cache_load_factor", cache_load_factor), ("cache_algorithm", cache_algorithm)):
+        if value is not None and location != "uvm_caching":
+            raise ValueError(
+                f"{owner}: `{argument}` must be left out for location {location!r}, which has no cache, got {value!r}; "
+                "use location='uvm_caching'"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TableConfig:
     """One embedding table."""
 
@@ -72,6 +112,16 @@ class TableConfig:
     """Standard deviation of the normal initial weights; None is dim ** -0.5."""
     hashed: bool = False
     """Ids are any int64 and are mapped to rows by ``hash_ids(values, num_rows)``; none is out of range."""
+    location: Location = "device"
+    """Memory of a table on a CUDA device. device: all of it there. uvm: in host memory, which the kernels read and
+    write in place (CUDA unified memory; fbgemm's MANAGED). uvm_caching: in host memory, with a software cache of rows
+    on the device (MANAGED_CACHING), for tables larger than the device whose batches name mostly the same rows.
+    Moments of one number per row stay on the device; others lie in host memory, uncached."""
+    cache_load_factor: float | None = None
+    """Rows in the cache / rows of the table, in (0, 1], for uvm_caching; None is 0.2. Tables of one dim with equal
+    factor and algorithm share one cache."""
+    cache_algorithm: CacheAlgorithm | None = None
+    """What the cache evicts: lru, the row longest unused, or lfu, the one least often used; None is lru."""
 
     def __post_init__(self) -> None:
         check_name("TableConfig", "name", self.name)
@@ -94,6 +144,18 @@ class TableConfig:
             raise TypeError(f"{owner}: `hashed` must be a bool, got {type(self.hashed).__name__}")
         if self.init_std is not None and not (math.isfinite(self.init_std) and self.init_std >= 0):
             raise ValueError(f"{owner}: `init_std` must be finite and at least 0, got {self.init_std}")
+        check_memory(owner, self.location, self.cache_load_factor, self.cache_algorithm)
+
+    @property
+    def memory(self) -> TableMemory:
+        """Where the rows lie, with the defaults filled in."""
+        if self.location != "uvm_caching":
+            return TableMemory(location=self.location)
+        return TableMemory(
+            location=self.location,
+            cache_load_factor=self.cache_load_factor or DEFAULT_CACHE_LOAD_FACTOR,
+            cache_algorithm=self.cache_algorithm or "lru",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

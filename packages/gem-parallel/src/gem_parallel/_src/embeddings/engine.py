@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gem_parallel._src.embeddings.config import SparseOptimizerConfig
+from gem_parallel._src.embeddings.config import SparseOptimizerConfig, TableMemory
+from gem_parallel._src.embeddings.memory import cache_sets
 from gem_parallel._src.embeddings.transfer import to_device
 from gem_parallel._src.engine_report import require_fbgemm
 
@@ -23,6 +24,8 @@ __all__ = ["Engine", "FbgemmEngine", "state_names"]
 IDS_PER_BAG = 8
 """On CUDA one warp walks a bag serially: short bags fill the device. The number is free, results do not depend on
 it."""
+
+DEVICE_MEMORY = TableMemory()
 
 MAX_IDS_PER_BAG = 256
 """Bound for the largest table of a skewed group, whose bag count all its tables share."""
@@ -106,11 +109,13 @@ class FbgemmEngine:
         weight_dtype: torch.dtype,
         device: torch.device,
         pools: bool,
+        memory: TableMemory = DEVICE_MEMORY,
     ) -> None:
         require_fbgemm("ShardedEmbeddings")
         from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
         from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
             BoundsCheckMode,
+            CacheAlgorithm,
             EmbeddingLocation,
             PoolingMode,
         )
@@ -126,7 +131,12 @@ class FbgemmEngine:
         self.pools = pools
         self._kind = optimizer.kind
         self._device = device
-        location = EmbeddingLocation.HOST if on_cpu else EmbeddingLocation.DEVICE
+        assert memory.location == "device" or not on_cpu
+        location = {
+            "device": EmbeddingLocation.HOST if on_cpu else EmbeddingLocation.DEVICE,
+            "uvm": EmbeddingLocation.MANAGED,
+            "uvm_caching": EmbeddingLocation.MANAGED_CACHING,
+        }[memory.location]
         compute = ComputeDevice.CPU if on_cpu else ComputeDevice.CUDA
         kinds = {
             "sgd": EmbOptimType.EXACT_SGD,
@@ -139,6 +149,10 @@ class FbgemmEngine:
             decay["weight_decay"] = optimizer.weight_decay
             if optimizer.kind == "rowwise_adagrad":
                 decay["weight_decay_mode"] = WeightDecayMode.DECOUPLE
+        cache: dict[str, Any] = {}
+        if memory.location == "uvm_caching":
+            cache["cache_sets"] = cache_sets(sum(rows + 1 for rows in num_rows), memory.cache_load_factor)
+            cache["cache_algorithm"] = {"lru": CacheAlgorithm.LRU, "lfu": CacheAlgorithm.LFU}[memory.cache_algorithm]
         _silence_notes()
         self._tbe: Any = SplitTableBatchedEmbeddingBagsCodegen(
             [(rows + 1, dim, location, compute) for rows in num_rows],
@@ -154,6 +168,7 @@ class FbgemmEngine:
             bounds_check_mode=BoundsCheckMode.NONE,
             device=device,
             **decay,
+            **cache,
         )
         self._learning_rate = optimizer.learning_rate
         self._arange = torch.arange(1, device=device)
@@ -198,6 +213,11 @@ class FbgemmEngine:
 
     def weights(self) -> list[Tensor]:
         return [weight[:-1] for weight in self._tbe.split_embedding_weights()]
+
+    def empty_cache(self) -> None:
+        """Write cached rows back to where ``weights`` shows them, and forget them; nothing without a cache."""
+        self._tbe.flush()
+        self._tbe.reset_cache_states()
 
     def states(self) -> list[dict[str, Tensor]]:
         names = state_names(self._kind)

@@ -166,7 +166,7 @@ def check_local_rows(shards: Sequence[TableShard]) -> None:
 def make_groups(
     shards: Sequence[TableShard], features: Sequence[FeatureConfig], *, joint_columns: bool = False
 ) -> tuple[Group, ...]:
-    """Group tables by dim and by how they are updated, in order of first appearance.
+    """Group tables by dim and by how they are updated, in order of first appearance; in a group, by memory.
 
     Args:
         shards: As ``make_shards`` gives them.
@@ -177,9 +177,12 @@ def make_groups(
     def key(shard: TableShard) -> tuple[int, bool, bool]:
         return shard.dim, shard.kind == "replicated", joint_columns and shard.num_pieces > 1
 
+    memories = list(dict.fromkeys(shard.config.memory for shard in shards))
     groups = []
     for dim, replicated, joint in dict.fromkeys(key(shard) for shard in shards):
-        members = tuple(shard for shard in shards if key(shard) == (dim, replicated, joint))
+        found = [shard for shard in shards if key(shard) == (dim, replicated, joint)]
+        # Tables that share an engine follow each other.
+        members = tuple(sorted(found, key=lambda shard: memories.index(shard.config.memory)))
         slots = [
             FeatureSlot(config=feature, table=position, index=index, piece=shard.piece)
             for position, shard in enumerate(members)

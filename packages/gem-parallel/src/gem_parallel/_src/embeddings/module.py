@@ -30,6 +30,7 @@ from gem_parallel._src.embeddings.initial import fill_initial
 from gem_parallel._src.embeddings.layout import check_local_rows, make_groups, make_shards
 from gem_parallel._src.embeddings.local import pooled_outputs
 from gem_parallel._src.embeddings.lookup import Assemble, Flight, start_flights
+from gem_parallel._src.embeddings.memory import check_locations
 from gem_parallel._src.embeddings.pending import GroupRequest, Pending
 from gem_parallel._src.embeddings.state import LocalTable, load_tables, save_tables
 from gem_parallel._src.embeddings.stores import ShardedStore, Store, Update
@@ -133,6 +134,14 @@ class ShardedEmbeddings(nn.Module):
         self._shards = make_shards(self.tables, num_shards, num_replicas)
         check_local_rows(self._shards)
         self._groups = make_groups(self._shards, self.features, joint_columns=optimizer.kind == "rowwise_adagrad")
+        check_locations(
+            self._groups,
+            optimizer=optimizer,
+            weight_dtype=weight_dtype,
+            device=self.device,
+            gather=gather,
+            num_replicas=num_replicas,
+        )
         pieces = [shard.num_pieces for shard in self._shards if shard.num_pieces > 1]
         self._grid = make_grid(mesh, pieces, timeout_s=timeout_s) if mesh is not None and several else None
         self._rank = self._grid.rank if self._grid is not None else 0
@@ -360,6 +369,7 @@ class ShardedEmbeddings(nn.Module):
         for shard in self._shards:
             columns = f", columns from {shard.first_column}" if shard.num_pieces > 1 else ""
             place = {"rows": "row_wise", "replicated": "replicated", "whole": f"on rank {shard.owner}"}[shard.kind]
+            place += "" if shard.config.location == "device" else f", {shard.config.location}"
             lines.append(f"{shard.config.name}: {shard.config.num_rows} x {shard.dim}{columns}, {place}")
         if self._grid is not None:
             lines.append(f"{self._grid.num_shards} ranks hold a copy, {self._grid.num_replicas} replicas")
