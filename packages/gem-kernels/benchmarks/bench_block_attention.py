@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import Tensor
 
 from gem_kernels import block_attention, jagged_attention
@@ -107,7 +108,7 @@ def rotary_providers(shape: Shape, inputs: AttentionInputs) -> dict[str, Forward
     table = torch.cat([angles.sin(), angles.cos()], 1)
     options = {"offsets": inputs.offsets_q, "max_seqlen": inputs.max_seqlen_q, "block_size": shape.block_size}
     # Timed on one graph many times, so its buffers may not be donated to the first backward.
-    torch._functorch.config.donated_buffer = False
+    functorch_config.donated_buffer = False
     turn = torch.compile(rotate, fullgraph=True) if inputs.q.is_cuda else rotate
     return {
         "block_attention, rotary": lambda q, k, v: block_attention(q, k, v, rotary=table, **options),

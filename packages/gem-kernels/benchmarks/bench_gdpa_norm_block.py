@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import Tensor
 from torch.nn import functional
 
@@ -118,7 +119,7 @@ def make_providers(x: AttentionInputs) -> dict[str, Block]:
     }
     if x.q.is_cuda:
         # Timed on one graph many times, so its buffers may not be donated to the first backward.
-        torch._functorch.config.donated_buffer = False
+        functorch_config.donated_buffer = False
         providers["single ops, compiled"] = torch.compile(single_ops, fullgraph=True)
     return providers | {"gdpa alone": lambda q, k, v: gdpa(q, k, v, **options)}
 

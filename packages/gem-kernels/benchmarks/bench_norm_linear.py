@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import Tensor
 from torch.nn import functional
 
@@ -92,7 +93,7 @@ def run(op: str, shape: Shape, device: torch.device, repeats: int) -> None:
     providers: dict[str, Layer] = {f"gem_kernels.{op}": ours, "torch eager": eager}
     if device.type == "cuda":
         # Timed on one graph many times, so its buffers may not be donated to the first backward.
-        torch._functorch.config.donated_buffer = False
+        functorch_config.donated_buffer = False
         providers["torch compiled"] = torch.compile(eager, fullgraph=True)
     providers["linear alone"] = functional.linear
     outputs = {name: layer(x, weight) for name, layer in providers.items()}
