@@ -73,7 +73,7 @@ def by_launch(x, dlse, mask, scale=None):
 
 
 def cancellation_floor(x, scale, factor):
-    """One rounding in float32 of what cancels in a gradient of scores times ``factor``: dq has the keys, dk the queries.
+    """One float32 rounding of what cancels in gradients of scores times ``factor``: of dq the keys, of dk the queries.
 
     dS = P (dO V^T - rowsum(dO O) + dLSE), and where a query sees one key the first two, summed in different orders,
     are equal. By Cauchy-Schwarz the terms of either sum to at most |dO| |V|.
