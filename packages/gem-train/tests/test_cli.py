@@ -197,6 +197,29 @@ WRONG = [
     Wrong("nothing to resume", ("--resume",), "holds no run; leave --resume out"),
     Wrong("both flags", ("--resume", "--overwrite"), "exclude each other"),
     Wrong("nproc", ("--nproc", "0"), "--nproc: must be >= 1, got 0"),
+    Wrong(
+        "dense axes",
+        ("--nproc", "8", "--ep", "3"),
+        "--ep 3 on 8 processes: ParallelDims.check: dp_replicate * dp_shard * ep = 6 must equal the GPUs of "
+        "`topology`, got 8; nearest: (dp_replicate=1, dp_shard=2, ep=4) or (dp_replicate=1, dp_shard=4, ep=2) or",
+    ),
+    Wrong(
+        "sparse axes",
+        ("--nproc", "8", "--dp-replicate", "2", "--sparse-replicate", "3"),
+        "--dp-replicate 2 --sparse-replicate 3 on 8 processes: ParallelDims: `sparse_shard` must equal",
+    ),
+    Wrong("degree", ("--nproc", "2", "--ep", "0"), "ParallelConfig: `ep` must be >= 1, got 0"),
+    Wrong("layout of one", ("--dp-shard", "2"), "--dp-shard 2 on 1 process: ParallelDims.check: dp_replicate * "),
+    Wrong(
+        "experts", ("--nproc", "2", "--ep", "2", "--set", "model.num_experts=1"), "model has model.num_experts=1; add"
+    ),
+    Wrong("degree twice", ("--ep", "2", "--set", "parallel.ep=2"), "--ep: parallel.ep is given with --set too"),
+    Wrong("wire", ("--set", "parallel.wire_dtype=int8"), "must be one of float32, float16, bfloat16, float8_e4m3fn"),
+    Wrong(
+        "at rest",
+        ("--set", "parallel.table_gather=rows", "--set", "parallel.sharded_at_rest=false"),
+        "`sharded_at_rest` must be true with table_gather=rows",
+    ),
     Wrong("missing data", ("train", "ml-latest-small", "--data", "/nonexistent"), "must exist, got '/nonexistent'"),
     Wrong("eval of nothing", ("eval", "nowhere"), "nowhere holds no run"),
     Wrong("report of nothing", ("report", "nowhere"), "nowhere holds no metrics.jsonl"),
@@ -438,8 +461,9 @@ def test_the_flags_of_train_are_pinned(capsys: pytest.CaptureFixture[str]) -> No
         main(["train", "--help"])
     words = set(capsys.readouterr().out.replace("[", " ").replace("]", " ").replace(",", " ").split())
     assert {word for word in words if word.startswith("--") and word.strip("-").replace("-", "").isalpha()} == {
-        "--compare", "--data", "--device", "--help", "--nproc", "--nproc-per-node", "--out", "--overwrite",
-        "--precision", "--resume", "--seed", "--set", "--steps", "--traceback",
+        "--compare", "--data", "--device", "--dp-replicate", "--dp-shard", "--ep", "--help", "--nproc",
+        "--nproc-per-node", "--out", "--overwrite", "--precision", "--resume", "--seed", "--set", "--sparse-replicate",
+        "--sparse-shard", "--steps", "--traceback",
     }  # fmt: skip
 
 

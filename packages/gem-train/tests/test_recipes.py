@@ -137,7 +137,7 @@ def test_data_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_every_setting_of_a_recipe_can_be_listed_and_set(log: EventLog) -> None:
     config = RunConfig.resolve(get("synthetic"), log, {})
     values = field_values(config)
-    assert {path.split(".")[0] for path in values} == {"trainer", "data", "sparse", "model"}
+    assert {path.split(".")[0] for path in values} == {"trainer", "data", "sparse", "model", "parallel"}
     texts = {p: ",".join(map(str, v)) if isinstance(v, tuple) else str(v) for p, v in values.items()}
     assert RunConfig.resolve(get("synthetic"), log, texts) == config
     json.dumps(config.to_dict())

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from gem_train.config import TrainerConfig
 
@@ -27,14 +28,16 @@ def build_adamw(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters:
         raise ValueError("build_adamw: `model` must have trainable parameters, got none; check its configuration")
-    decayed = [parameter for parameter in parameters if parameter.ndim >= 2]
-    plain = [parameter for parameter in parameters if parameter.ndim < 2]
-    groups = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
+    # A fused update takes tensors of one mesh, and experts lie on another than the rest.
+    groups: dict[tuple[bool, object], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((parameter.ndim >= 2, mesh), []).append(parameter)
     optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [
+            {"params": group, "weight_decay": config.weight_decay if decayed else 0.0}
+            for (decayed, _), group in groups.items()
+        ],
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         eps=config.eps,

@@ -25,6 +25,16 @@ CHANGEABLE = frozenset(
         "trainer.keep_last",
         "data.eval_batch_size",
         "data.prefetch_batches",
+        "data.balance",
+        "parallel.dp_replicate",
+        "parallel.dp_shard",
+        "parallel.ep",
+        "parallel.sparse_replicate",
+        "parallel.sparse_shard",
+        "parallel.sharded_at_rest",
+        "parallel.table_gather",
+        "parallel.collectives",
+        "parallel.prefetch",
     }
 )
 """Settings that a resumed run may change. `trainer.max_steps` moves the end of the learning rate schedule."""

@@ -1,15 +1,18 @@
 """`gem eval`."""
 
 import argparse
+import dataclasses
 import json
 from typing import Any
 
 from gem_train.checkpoint import Checkpointer
 from gem_train.cli.output import complain, say
+from gem_train.cli.processes import layout_assignments, num_processes, start
 from gem_train.cli.table import format_table
 from gem_train.errors import ConfigError
 from gem_train.evaluation import evaluate
-from gem_train.launch import join
+from gem_train.launch import is_worker, join, leave
+from gem_train.overrides import apply_overrides
 from gem_train.run_dir import RunDirectory
 
 __all__ = ["run"]
@@ -38,11 +41,18 @@ def run(args: argparse.Namespace) -> int:
     data = recipe.directory(args.data or record.data)
     log = recipe.load(data)
     note = directory.compare_encodings(record, log.encodings, None if data is None else str(data))
-    if note is not None:
-        complain(note)
     config = recipes.RunConfig.resolve(recipe, log, record.assignments)
     directory.compare(config.to_dict())
+    # Weights do not depend on how they were spread, so that the layout is this command's and not the run's.
+    layout = {name.removeprefix("parallel."): text for name, text in layout_assignments(args).items()}
+    config = dataclasses.replace(config, parallel=apply_overrides(config.parallel.without_degrees(), layout))
+    config.parallel.dims(num_processes(args), num_experts=config.model.num_experts)
+    if args.nproc != 1 and not is_worker():
+        return start(args)
     world = join(args.device)
+    if note is not None and world.is_first:
+        complain(note)
+    checkpointer = Checkpointer(directory.checkpoints, world=world)
     parts = recipes.build(config, log, world, precision=record.precision)
     tensors = {f"model.{name}": tensor for name, tensor in parts.model.state_dict().items()}
     tables = parts.embeddings.state_dict()
@@ -50,6 +60,9 @@ def run(args: argparse.Namespace) -> int:
     checkpointer.load(step, tensors, only=_WEIGHTS)
     parts.embeddings.load_state_dict(tables)
     result = evaluate(parts.model, parts.embeddings, parts.eval_sources[args.split](), world, curve_points=0)
+    leave()
+    if not world.is_first:
+        return 0
     if args.json:
         values: dict[str, Any] = {"step": step, "split": args.split, "loss": result.loss, "tasks": result.tasks}
         say(json.dumps(values))

@@ -116,6 +116,8 @@ def _add_train(commands: "Commands[argparse.ArgumentParser]") -> None:
         "  gem train ml-latest-small --set trainer.learning_rate=1e-3 --set model.num_layers=1 \\\n"
         "      --set model.sequences.history.self_attention=window\n"
         "  gem train ml-latest-small --nproc 2          (or: torchrun --nproc-per-node 2 -m gem_train.cli train ...)\n"
+        "  gem train ml-latest-small --nproc 8 --dp-replicate 2 --ep 2 --sparse-replicate 2 \\\n"
+        "      --set model.num_experts=2\n"
         "  gem train ml-latest-small --out runs/demo --resume",
     )
     parser.add_argument("recipe", metavar="RECIPE", help="name of a recipe; `gem recipes` lists them")
@@ -124,7 +126,7 @@ def _add_train(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser.add_argument(
         "--precision", choices=("fp32", "bf16", "mxfp8"), help="precision of the dense layers (default: fp32)"
     )
-    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="processes to start here (default: 1)")
+    _add_layout(parser)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out from its last checkpoint")
     parser.add_argument("--overwrite", action="store_true", help="replace the run in --out")
@@ -144,14 +146,33 @@ def _add_train(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser.set_defaults(run=run)
 
 
+def _add_layout(parser: argparse.ArgumentParser) -> None:
+    """Processes, and how the run is spread over them."""
+    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="processes to start here (default: 1)")
+    layout = parser.add_argument_group(
+        "layout",
+        "dp-replicate * dp-shard * ep and sparse-replicate * sparse-shard both are the number of processes; what is "
+        "left out takes the rest",
+    )
+    for option, what in (
+        ("--dp-replicate", "groups that hold equal copies of the dense parameters"),
+        ("--dp-shard", "processes that share the dense parameters"),
+        ("--ep", "processes that hold different experts (model.num_experts)"),
+        ("--sparse-replicate", "copies of the tables"),
+        ("--sparse-shard", "processes that share a copy of the tables"),
+    ):
+        layout.add_argument(option, type=int, metavar="N", help=what)
+
+
 def _add_eval(commands: "Commands[argparse.ArgumentParser]") -> None:
     from gem_train.cli.evaluate import run
 
-    parser = _command(commands, "eval", "Score the checkpoint of a run.")
+    parser = _command(commands, "eval", "Score the checkpoint of a run, on any number of processes.")
     parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
     parser.add_argument("--split", choices=("validation", "test"), default="test", help="(default: test)")
     parser.add_argument("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest)")
     parser.add_argument("--data", metavar="DIR", help="directory of the data (default: that of the run)")
+    _add_layout(parser)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     parser.add_argument("--json", action="store_true", help="print the scores as one line of JSON")
     parser.set_defaults(run=run)

@@ -3,7 +3,6 @@
 import argparse
 import platform
 import signal
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,11 +14,12 @@ import torch
 
 from gem_train.checkpoint import Checkpointer
 from gem_train.cli.output import complain, say
+from gem_train.cli.processes import INTERRUPTED, LAYOUT, describe_layout, layout_assignments, num_processes, start
 from gem_train.cli.table import compare_runs, final_scores, print_scores
 from gem_train.data import Scoreboard
 from gem_train.doctor import versions
 from gem_train.errors import ConfigError
-from gem_train.launch import is_worker, join, leave, run_workers
+from gem_train.launch import is_worker, join, leave
 from gem_train.mfu import device_peak
 from gem_train.overrides import parse_assignments
 from gem_train.progress import SilentProgress, make_progress
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from gem_train.recipes import Parts, Recipe, RunConfig
 
 __all__ = ["run"]
-
-INTERRUPTED = 130
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,15 +51,15 @@ def run(args: argparse.Namespace) -> int:
     directory = RunDirectory(args.out or _default_out(recipe.name, args.precision))
     if not is_worker():
         directory.check(resume=args.resume, overwrite=args.overwrite)
-        _data(args, recipe, _old_record(directory, recipe) if args.resume else None)
+        old = _old_record(directory, recipe) if args.resume else None
+        _data(args, recipe, old)
         _check_compare(args)
+        assignments, note = _merged(given, old, num_processes(args))
+        _check_layout(assignments, num_processes(args))
+        if note is not None:
+            complain(note)
         if args.nproc != 1:
-            error = run_workers([sys.executable, "-m", "gem_train.cli", *args.argv], args.nproc)
-            if error is None:
-                return 0
-            if error.exit_code != INTERRUPTED:
-                complain(f"gem: error: {error.message}")
-            return error.exit_code
+            return start(args)
     world = join(args.device)
     code = _train(args, recipe, given, directory, world)
     leave()
@@ -80,7 +78,7 @@ def _train(
         recipe=recipe.name,
         precision=args.precision or (old.precision if old else "fp32"),
         data=_data(args, recipe, old),
-        assignments=given if old is None else old.assignments | given,
+        assignments=_merged(given, old, world.size)[0],
         settings={},
         versions=versions(),
     )
@@ -94,9 +92,9 @@ def _train(
         _check_same_run(directory, old, record)
     parts = build(config, log, world, precision=record.precision)
     checkpointer = Checkpointer(directory.checkpoints, world=world, keep_last=config.trainer.keep_last)
-    start = checkpointer.latest() if args.resume else None
+    first = checkpointer.latest() if args.resume else None
     total = min(parts.train_source.num_batches, config.trainer.max_steps or parts.train_source.num_batches)
-    progress = make_progress(total, start or 0) if world.is_first else SilentProgress()
+    progress = make_progress(total, first or 0) if world.is_first else SilentProgress()
     with _stop_on_signal(progress.say) as stopped:
         trainer = Trainer(
             config.trainer,
@@ -114,19 +112,21 @@ def _train(
             should_stop=lambda: bool(stopped),
             device_name=_device_name(world.device),
         )
-        if start is not None:
-            trainer.resume(start)
-            progress.say(f"resumed at step {start}")
+        if first is not None:
+            trainer.resume(first)
+            progress.say(f"resumed at step {first}")
         elif args.resume:
             progress.say(f"{directory.path} has no checkpoint yet; beginning at step 0")
+        if world.size > 1:
+            progress.say(f"{world.size} processes: {describe_layout(parts.dims)}")
         if parts.layers:
             progress.say(f"precision {record.precision}: {_layer_counts(parts)}")
         # Everything that the user can have got wrong has been found by now; from here on the run's files change.
         world.on_first(lambda: _begin(directory, record, clear=args.overwrite))
-        with _open_log(directory, world, (start or 0) if args.resume else None) as run_log:
+        with _open_log(directory, world, (first or 0) if args.resume else None) as run_log:
             reference = recipe.reference_for(log) if recipe.reference_task in config.model.tasks else None
             if run_log is not None:
-                values = _config_record(recipe, config, parts, world, directory, record, start or 0)
+                values = _config_record(recipe, config, parts, world, directory, record, first or 0)
                 run_log.write("config", values | _reference_values(reference))
             result = trainer.run(run_log)
     if world.is_first:
@@ -185,12 +185,49 @@ def _layer_counts(parts: "Parts") -> str:
 
 def _assignments(args: argparse.Namespace) -> dict[str, str]:
     assignments = parse_assignments(args.assignments)
-    for flag, name, value in (("--steps", "trainer.max_steps", args.steps), ("--seed", "trainer.seed", args.seed)):
-        if value is not None:
-            if name in assignments:
-                raise ConfigError(f"{flag}: {name} is given with --set too; give it once")
-            assignments[name] = str(value)
-    return assignments
+    flags = {"trainer.max_steps": args.steps, "trainer.seed": args.seed}
+    flagged = {name: str(value) for name, value in flags.items() if value is not None} | layout_assignments(args)
+    for name in flagged:
+        if name in assignments:
+            flag = {"trainer.max_steps": "steps"}.get(name, name.split(".")[-1].replace("_", "-"))
+            raise ConfigError(f"--{flag}: {name} is given with --set too; give it once")
+    return assignments | flagged
+
+
+def _merged(given: dict[str, str], old: RunRecord | None, processes: int) -> tuple[dict[str, str], str | None]:
+    """The user's changes to the recipe with those of the run that goes on, and a note about what was left behind.
+
+    The degrees belong to a start: those of the run are taken if no other are given and they fit the processes.
+    """
+    if old is None:
+        return given, None
+    degrees = {name for name in old.assignments if name in {f"parallel.{axis}" for axis in LAYOUT}}
+    kept = {name: text for name, text in old.assignments.items() if name not in degrees}
+    if not degrees or any(name.removeprefix("parallel.") in LAYOUT for name in given):
+        return kept | given, None
+    try:
+        _check_layout(old.assignments | given, processes)
+    except ConfigError:
+        layout = ", ".join(f"{name.removeprefix('parallel.')} {old.assignments[name]}" for name in sorted(degrees))
+        return (
+            kept | given,
+            f"note: the layout of the run ({layout}) does not fit {processes} processes; it is left out",
+        )
+    return old.assignments | given, None
+
+
+def _check_layout(assignments: dict[str, str], processes: int) -> None:
+    """Refuses degrees that do not fit, before anything is read or started."""
+    from gem_train.overrides import apply_overrides
+    from gem_train.recipes import ParallelConfig
+
+    # What is no number is refused with the other fields, when the recipe's settings are made.
+    degrees = {axis: assignments[f"parallel.{axis}"] for axis in LAYOUT if f"parallel.{axis}" in assignments}
+    degrees = {axis: text for axis, text in degrees.items() if text.isdecimal()}
+    experts = assignments.get("model.num_experts", "")
+    # A recipe's own number is not known before its data is.
+    num_experts = int(experts) if experts.isdecimal() else processes
+    apply_overrides(ParallelConfig(), degrees).dims(processes, num_experts=num_experts)
 
 
 def _default_out(recipe: str, precision: str | None) -> Path:
@@ -231,15 +268,14 @@ def _config_record(
     """The record `config` of metrics.jsonl."""
     name = _device_name(world.device)
     peak = device_peak(name) if world.device.type == "cuda" else None
-    sparse = sum(t.numel() for key, t in parts.embeddings.state_dict().items() if key.endswith(".weight"))
     return {
         "run": directory.path.name,
         "recipe": recipe.name,
         "precision": record.precision,
         "dataset": recipe.name,
         "world_size": world.size,
-        "parameters": {"dense": sum(p.numel() for p in parts.model.parameters()), "sparse": sparse},
-        "parallel": {"dp_shard": world.size, "sparse_shard": world.size},
+        "parameters": parts.num_parameters,
+        "parallel": {axis: getattr(parts.dims, axis) for axis in LAYOUT},
         "device": name,
         "device_peak_flops": None if peak is None else peak.flops_per_second,
         "mfu_reason": None if peak else f"the bf16 peak of {name!r} is not in the table of gem_train.mfu",

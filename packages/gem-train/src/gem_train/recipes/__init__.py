@@ -2,12 +2,14 @@
 
 from gem_train.recipes.build import Parts, build
 from gem_train.recipes.describe import describe_dense, describe_run
+from gem_train.recipes.parallel import ParallelConfig
 from gem_train.recipes.plan_recipe import PlanRecipe
 from gem_train.recipes.recipe import DataConfig, Recipe, RunConfig
 from gem_train.recipes.registry import get, get_plan, names, plan_names
 
 __all__ = [
     "DataConfig",
+    "ParallelConfig",
     "Parts",
     "PlanRecipe",
     "Recipe",

@@ -8,18 +8,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gem_model import RankingModel
-from gem_parallel import (
-    FeatureConfig,
-    ParallelDims,
-    ParallelPlan,
-    ShardedEmbeddings,
-    TableConfig,
-    clip_grad_norm_,
-    parallelize,
-)
+from gem_parallel import FeatureConfig, ParallelDims, ShardedEmbeddings, TableConfig, clip_grad_norm_
 from gem_train import rng
 from gem_train.data import EventLog, EventSource
 from gem_train.data.log import Split
+from gem_train.recipes.parallel import spread
 from gem_train.recipes.recipe import RunConfig
 from gem_train.step import ClipGradients
 from gem_train.world import World
@@ -42,6 +35,10 @@ class Parts(NamedTuple):
     """Split -> function that makes its source."""
     clip: ClipGradients
     """Global gradient norm over the mesh."""
+    dims: ParallelDims
+    """The axes over the ranks."""
+    num_parameters: dict[str, int]
+    """Of the whole "dense" model and of all "sparse" tables, whatever a rank holds."""
 
 
 def build(config: RunConfig, log: EventLog, world: World, *, precision: str = "fp32") -> Parts:
@@ -55,13 +52,21 @@ def build(config: RunConfig, log: EventLog, world: World, *, precision: str = "f
 
     Returns:
         The parts, the same for the same seed on any number of ranks.
+
+    Raises:
+        ConfigError: if the layout does not fit the ranks.
     """
-    mesh = ParallelDims.for_world(world.size).build_mesh(world.device.type) if world.size > 1 else None
+    dims = config.parallel.dims(world.size, num_experts=config.model.num_experts)
+    mesh = dims.build_mesh(world.device.type) if world.size > 1 else None
     embeddings = build_embeddings(config, log, world, mesh.sparse if mesh else None)
     model: nn.Module = build_model(config, world.device, precision)
     layers = describe_layers(model, precision)
+    num_parameters = {
+        "dense": sum(parameter.numel() for parameter in model.parameters()),
+        "sparse": sum(table.num_rows * table.dim for table in embeddings.tables),
+    }
     if mesh is not None:
-        model = parallelize(model, ParallelPlan(shard_units=model.shard_units), mesh)  # type: ignore[arg-type]
+        model = spread(model, config.parallel, mesh)
     rng.seed_all(config.trainer.seed + world.rank)  # dropout differs between ranks, weights do not
 
     def clip(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
@@ -77,6 +82,8 @@ def build(config: RunConfig, log: EventLog, world: World, *, precision: str = "f
         layers,
         {"validation": source("validation"), "test": source("test")},
         clip,
+        dims,
+        num_parameters,
     )
 
 
@@ -128,7 +135,13 @@ def build_embeddings(config: RunConfig, log: EventLog, world: World, mesh: Devic
         FeatureConfig(name=f.name, table=f.table, pooling="mean" if f.multi_valued else "none") for f in log.features
     )
     return ShardedEmbeddings(
-        tables, features, optimizer=config.sparse, mesh=mesh, device=world.device, seed=config.trainer.seed
+        tables,
+        features,
+        optimizer=config.sparse,
+        mesh=mesh,
+        device=world.device,
+        seed=config.trainer.seed,
+        **config.parallel.table_options(),
     )
 
 
@@ -151,6 +164,6 @@ def build_source(config: RunConfig, log: EventLog, world: World, split: Split) -
         seed=config.trainer.seed,
         max_history=config.data.max_history,
         epochs=config.data.epochs if training else 1,
-        balance_lengths=config.data.balance_lengths,
+        balance_lengths=config.data.balance == "reader",
         prefetch_batches=config.data.prefetch_batches,
     )

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gem_model import RankingConfig
 from gem_parallel import SparseOptimizerConfig
@@ -12,6 +12,7 @@ from gem_train.config import TrainerConfig
 from gem_train.data import EventLog, Scoreboard
 from gem_train.errors import ConfigError
 from gem_train.overrides import apply_overrides
+from gem_train.recipes.parallel import ParallelConfig
 
 __all__ = ["DataConfig", "Recipe", "RunConfig"]
 
@@ -28,8 +29,9 @@ class DataConfig:
     """Passes over the training split."""
     max_history: int = 200
     """Latest events kept of a history."""
-    balance_lengths: bool = True
-    """Deal the samples of a step so that the ranks have about equally long histories."""
+    balance: Literal["reader", "exchange", "none"] = "reader"
+    """How the samples of a step are spread over the ranks: dealt by length where they are read; moved between the ranks
+    after reading, by what they cost the model; or as they come."""
     prefetch_batches: int = 2
     """Batches that a background thread prepares ahead; 0 for none."""
 
@@ -118,6 +120,7 @@ class RunConfig:
     data: DataConfig
     sparse: SparseOptimizerConfig
     model: RankingConfig
+    parallel: ParallelConfig
 
     @classmethod
     def resolve(cls, recipe: Recipe, log: EventLog, assignments: Mapping[str, str]) -> "RunConfig":
@@ -134,7 +137,13 @@ class RunConfig:
         Raises:
             ConfigError: if a name is unknown, or a value does not fit its field or the data.
         """
-        plain = cls(trainer=recipe.trainer, data=recipe.data, sparse=recipe.sparse, model=recipe.model(log))
+        plain = cls(
+            trainer=recipe.trainer,
+            data=recipe.data,
+            sparse=recipe.sparse,
+            model=recipe.model(log),
+            parallel=ParallelConfig(),
+        )
         config = apply_overrides(plain, assignments)
         _check_reads(config.model, log)
         return config

@@ -1,0 +1,197 @@
+"""How a run is spread over its processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from gem_parallel import (
+    ExpertParallel,
+    ParallelDims,
+    ParallelMesh,
+    ParallelPlan,
+    Topology,
+    choose_collectives,
+    parallelize,
+)
+from gem_parallel.collectives import Collectives
+from gem_parallel.experts import exchange_counts
+from gem_train.errors import ConfigError
+
+__all__ = ["AXES", "ParallelConfig", "hold_experts", "spread"]
+
+AXES = ("dp_replicate", "dp_shard", "ep", "sparse_replicate", "sparse_shard")
+"""Degrees of `ParallelConfig`: they belong to a start of a run, all else to the run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """The five axes, and what moves between the ranks. Losses do not depend on the degrees, up to rounding."""
+
+    dp_replicate: int = 1
+    """Groups of ranks that hold equal copies of the dense parameters."""
+    dp_shard: int | None = None
+    """Ranks that share the dense parameters, experts aside; none takes the ranks that the other degrees leave."""
+    ep: int = 1
+    """Ranks that hold different experts of each layer; at most `model.num_experts`."""
+    sparse_replicate: int = 1
+    """Copies of the tables, each over fewer ranks."""
+    sparse_shard: int | None = None
+    """Ranks that share one copy of the tables; none takes the ranks that the copies leave."""
+    wire_dtype: Literal["float32", "float16", "bfloat16", "float8_e4m3fn"] = "float32"
+    """What embedding rows and their gradients are rounded to between ranks."""
+    sharded_at_rest: bool = True
+    """Copies of a table keep a slice each between steps; false keeps what a lookup gathered until the next update."""
+    table_gather: Literal["tables", "rows"] = "tables"
+    """What a lookup fetches of the other copies' slices: whole tables, or the rows of the batch."""
+    collectives: Literal["default", "nccl_zero_cta", "symm_mem_low_contention"] = "default"
+    """Engine that gathers dense parameters and moves the rows of experts; `gem doctor` says which there are."""
+    prefetch: int = 1
+    """Units whose dense parameters are gathered while another computes."""
+
+    def __post_init__(self) -> None:
+        for name in AXES:
+            degree = getattr(self, name)
+            if degree is not None and degree < 1:
+                raise ConfigError(f"ParallelConfig: `{name}` must be >= 1, got {degree}")
+        if self.prefetch < 0:
+            raise ConfigError(f"ParallelConfig: `prefetch` must be >= 0, got {self.prefetch}")
+        if self.table_gather == "rows" and not self.sharded_at_rest:
+            raise ConfigError(
+                "ParallelConfig: `sharded_at_rest` must be true with table_gather=rows, which gathers no table, "
+                "got False; set table_gather=tables"
+            )
+
+    def dims(self, num_processes: int, *, num_experts: int = 1) -> ParallelDims:
+        """The axes over a number of processes; makes no process group.
+
+        Args:
+            num_processes: Ranks of the run.
+            num_experts: Experts of each layer of the model.
+
+        Raises:
+            ConfigError: if the degrees do not fit, with the nearest ones that do.
+        """
+        dense = {
+            "dp_replicate": self.dp_replicate,
+            "dp_shard": self.dp_shard or max(1, num_processes // (self.dp_replicate * self.ep)),
+            "ep": self.ep,
+        }
+        shards = self.sparse_shard or max(1, num_processes // self.sparse_replicate)
+        ranks = dense["dp_replicate"] * dense["dp_shard"] * dense["ep"]
+        copies = self.sparse_replicate if ranks % self.sparse_replicate == 0 else 1
+        try:
+            # With sparse axes that fit, so that a dense layout which does not is refused for its own reason.
+            plain = ParallelDims(**dense, sparse_replicate=copies, sparse_shard=ranks // copies)
+            plain.check(_hosts(num_processes))
+            found = ParallelDims(**dense, sparse_replicate=self.sparse_replicate, sparse_shard=shards)
+        except ValueError as error:
+            ranks_shown = "1 process" if num_processes == 1 else f"{num_processes} processes"
+            raise ConfigError(f"{self._flags()} on {ranks_shown}: {error}") from error
+        if self.ep > num_experts:
+            raise ConfigError(
+                f"--ep: each of the {self.ep} ranks needs an expert of its own in every layer, and the model has "
+                f"model.num_experts={num_experts}; add --set model.num_experts={self.ep}, or leave --ep out"
+            )
+        return found
+
+    def without_degrees(self) -> ParallelConfig:
+        """The same with the default layout, which fits any number of processes."""
+        return dataclasses.replace(self, dp_replicate=1, dp_shard=None, ep=1, sparse_replicate=1, sparse_shard=None)
+
+    def _flags(self) -> str:
+        given = [(name, getattr(self, name)) for name in AXES if getattr(self, name) not in (None, 1)]
+        return " ".join(f"--{name.replace('_', '-')} {degree}" for name, degree in given) or "the layout"
+
+    def table_options(self) -> dict[str, Any]:
+        """Arguments of `ShardedEmbeddings`."""
+        return {
+            "wire_dtype": getattr(torch, self.wire_dtype),
+            "gather": self.table_gather,
+            "keep_gathered": not self.sharded_at_rest,
+        }
+
+
+def _hosts(num_processes: int) -> Topology:
+    """As many GPUs per host as torchrun says, or all in one."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
+    if num_processes % local:
+        local = num_processes
+    return Topology(gpus_per_host=local, hosts_per_zone=num_processes // local)
+
+
+def spread(model: nn.Module, config: ParallelConfig, mesh: ParallelMesh) -> nn.Module:
+    """Spreads the dense model over the ranks: experts over ep, parameters over the rest. All ranks call it.
+
+    Args:
+        model: Equal on all ranks, with `shard_units` and `expert_layers`.
+        config: The settings.
+        mesh: From `config.dims`.
+
+    Raises:
+        ValueError: if an engine of collectives cannot serve these ranks, with the reason.
+    """
+    engine = _engine(config, mesh)
+    # Read before modules are replaced or wrapped.
+    units: tuple[str, ...] = model.shard_units  # type: ignore[assignment]
+    hold_experts(model, mesh, engine)
+    plan = ParallelPlan(shard_units=units, forward_prefetch=config.prefetch, backward_prefetch=config.prefetch)
+    return parallelize(model, plan, mesh, collectives=engine)
+
+
+def hold_experts(model: nn.Module, mesh: ParallelMesh, engine: Collectives | None = None) -> None:
+    """Leaves this rank its experts of each layer, under their names, and exchanges rows with the ranks of the others.
+
+    Args:
+        model: Equal on all ranks, with `expert_layers`.
+        mesh: With `ep` > 1; otherwise nothing changes.
+        engine: Moves the rows; default: the group's backend.
+    """
+    names: tuple[str, ...] = model.expert_layers  # type: ignore[assignment]
+    if mesh.dims.ep == 1 or not names:
+        return
+    counts = _Counts(mesh)
+    for name in names:
+        experts = model.get_submodule(name).experts
+        model.set_submodule(name, _CountedExperts(experts, mesh, engine, counts))  # type: ignore[arg-type]
+    model.register_forward_pre_hook(counts.read)
+
+
+class _Counts:
+    """Samples of the ranks that exchange rows, asked once per batch and over host memory, for all layers."""
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self._group = mesh.ep_group
+        self.rows: tuple[tuple[int, ...], ...] = ()
+
+    def read(self, _: nn.Module, arguments: tuple[Any, ...]) -> None:
+        self.rows = exchange_counts([arguments[0].num_samples], self._group)
+
+
+class _CountedExperts(ExpertParallel):
+    """Experts whose layer is told the numbers of rows, so that it need not wait for the device to know them."""
+
+    def __init__(self, experts: nn.ModuleList, mesh: ParallelMesh, engine: Collectives | None, counts: _Counts) -> None:
+        super().__init__(experts, mesh.ep_group, collectives=engine)
+        self._counts = counts
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """(B, n, d) -> this rank's rows of the sum over all experts."""
+        return super().forward(x, rows=self._counts.rows)
+
+
+def _engine(config: ParallelConfig, mesh: ParallelMesh) -> Collectives | None:
+    """One engine for every group that gathers parameters or moves rows, or None for the groups' backend."""
+    if config.collectives == "default":
+        return None
+    groups = [mesh.shared[(mesh.shared.mesh_dim_names or ())[1]].get_group()]
+    if mesh.dims.ep > 1:
+        groups += [mesh.ep_group, mesh.dense["dp_shard"].get_group()]
+    # One that a group lacks is refused here, with its reason. Groups of one rank move nothing.
+    engines = [choose_collectives(group, config.collectives) for group in groups if group.size() > 1]
+    return engines[0]
