@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-import torch.distributed as dist
+from recorder import Recorder
 from torch import nn
 
 from gem_parallel import (
@@ -15,6 +15,7 @@ from gem_parallel import (
     SparseOptimizerConfig,
     TableConfig,
     Topology,
+    grad_norm,
     parallelize,
 )
 from gem_parallel._src.collectives.base import DefaultCollectives
@@ -70,7 +71,7 @@ class Net(nn.Module):
         return self.second(self.first(x)) * self.gain
 
 
-def describe(net, tables):
+def describe(net, tables, *more):
     def shapes(module):
         return tuple(tuple(parameter.shape) for parameter in module.parameters())
 
@@ -78,58 +79,9 @@ def describe(net, tables):
         DenseUnit(name="", shapes=(tuple(net.gain.shape),), reshard_after_forward=False),
         DenseUnit(name="first", shapes=shapes(net.first)),
         DenseUnit(name="second", shapes=shapes(net.second)),
+        *more,
     )
     return ModelDescription(name="net", units=units, tables=tables)
-
-
-class Recorder:
-    """Counts what this rank passes to torch.distributed: (kind, bytes to other ranks, bytes received in all)."""
-
-    # Two names each: torch 2.13 renamed them.
-    KINDS = {  # noqa: RUF012
-        "all_gather_into_tensor": "all_gather",
-        "all_gather_single": "all_gather",
-        "reduce_scatter_tensor": "reduce_scatter",
-        "reduce_scatter_single": "reduce_scatter",
-        "all_reduce": "all_reduce",
-        "all_to_all_single": "all_to_all",
-    }
-
-    def __enter__(self):
-        self.calls = []
-        self.saved = {name: getattr(dist, name) for name in self.KINDS if hasattr(dist, name)}
-        for name in self.saved:
-            setattr(dist, name, self.wrap(name))
-        return self
-
-    def __exit__(self, *_):
-        for name, function in self.saved.items():
-            setattr(dist, name, function)
-
-    def wrap(self, name):
-        original, kind = self.saved[name], self.KINDS[name]
-
-        def call(*args, **kwargs):
-            bound = dict(zip(("output", "input", "output_split_sizes", "input_split_sizes"), args, strict=False))
-            bound |= kwargs
-            group = kwargs.get("group")
-            size, rank = dist.get_world_size(group), dist.get_rank(group)
-            given = kwargs.get("output_tensor", args[0] if args else kwargs.get("tensor", kwargs.get("output")))
-            if kind == "all_gather":
-                self.calls.append((kind, given.nbytes * (size - 1) // size, given.nbytes))
-            elif kind == "reduce_scatter":
-                self.calls.append((kind, given.nbytes * (size - 1), given.nbytes))
-            elif kind == "all_reduce":
-                self.calls.append((kind, 2 * given.nbytes * (size - 1) / size, given.nbytes))
-            else:
-                sent = bound["input"]
-                splits = bound.get("input_split_sizes")
-                row = sent[0].nbytes if sent.shape[0] else 0
-                own = splits[rank] * row if splits else sent.nbytes // size
-                self.calls.append((kind, sent.nbytes - own, bound["output"].nbytes))
-            return original(*args, **kwargs)
-
-        return call
 
 
 def rank_dense(rank, world_size, folder):
@@ -150,13 +102,11 @@ def rank_dense(rank, world_size, folder):
     return results
 
 
-def rank_sparse(rank, world_size, folder, replicas, gather, wire_dtype):
-    mesh = ParallelDims.for_world(world_size, sparse_replicate=replicas).build_mesh("cpu").sparse
+def make_tables(mesh, **options):
+    """(TABLES over a mesh, ids of one rank's batch)"""
     tables = [TableConfig(name=t.name, num_rows=t.num_rows, dim=t.dim, placement=t.kind) for t in TABLES]
     features = [FeatureConfig(name=t.name, table=t.name, pooling=t.pooling) for t in TABLES]
-    embeddings = ShardedEmbeddings(
-        tables, features, optimizer=SparseOptimizerConfig(), mesh=mesh, gather=gather, wire_dtype=wire_dtype
-    )
+    embeddings = ShardedEmbeddings(tables, features, optimizer=SparseOptimizerConfig(), mesh=mesh, **options)
     ids = {}
     for table in TABLES:
         count = int(SAMPLES * table.ids_per_sample)
@@ -164,6 +114,12 @@ def rank_sparse(rank, world_size, folder, replicas, gather, wire_dtype):
         # Equally many of every rank's rows, and repeated.
         values = (torch.arange(count) % distinct) * (table.num_rows // distinct)
         ids[table.name] = (values, torch.arange(0, count + 1, int(table.ids_per_sample)))
+    return embeddings, ids
+
+
+def rank_sparse(rank, world_size, folder, replicas, gather, wire_dtype):
+    mesh = ParallelDims.for_world(world_size, sparse_replicate=replicas).build_mesh("cpu").sparse
+    embeddings, ids = make_tables(mesh, gather=gather, wire_dtype=wire_dtype)
     with Recorder() as recorder:
         outputs = embeddings.lookup(embeddings.exchange(ids))
         sum(output.sum() for output in outputs.values()).backward()
@@ -318,3 +274,68 @@ def test_expert_bytes(ranks):
     assert len(expected) == 4
     for calls in ranks("rank_experts", 2):
         assert sorted((kind, sent) for kind, sent, _ in calls) == expected
+
+
+class WithExperts(Net):
+    """Experts between the two units, and tables beside them."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.tables, self.ids = make_tables(mesh.sparse)
+        self.counting = Counting()
+        self.experts = ExpertParallel([nn.Linear(7, 7) for _ in range(4)], mesh.ep_group, collectives=self.counting)
+
+    def forward(self, x):
+        ep = self.experts.degree
+        return self.second(self.experts(self.first(x), rows=[[len(x)] * ep])) * self.gain
+
+
+ALL_FIVE = ParallelDims.for_world(8, dp_replicate=2, ep=2, sparse_replicate=2)
+
+
+def rank_all_five(rank, world_size, folder):
+    torch.manual_seed(0)
+    mesh = ALL_FIVE.build_mesh("cpu")
+    net = parallelize(WithExperts(mesh), ParallelPlan(shard_units=("first", "second")), mesh)
+    phases = []
+    for _ in range(2):
+        with Recorder() as recorder:
+            rows = net.tables.lookup(net.tables.exchange(net.ids))
+        with Recorder() as rest:
+            (net(torch.randn(SAMPLES, 5)).sum() + sum(each.sum() for each in rows.values())).backward()
+        with Recorder() as norm:
+            grad_norm(net.parameters(), mesh)
+        phases.append((recorder.calls, rest.calls + net.counting.calls, norm.calls))
+        net.counting.calls = []
+    return phases
+
+
+def test_all_five_axes_at_once(ranks):
+    """8 ranks: number and bytes of everything that a step sends, dense, experts' and tables' together."""
+    experts = DenseUnit(
+        name="experts", shapes=((7, 7), (7,)), num_experts=4, expert_input_bytes=28, expert_output_bytes=28
+    )
+    model = describe(Net(), TABLES, experts)
+    sizes = {"gather_bytes": 4, "reduce_bytes": 4}
+    report = explain(model, Topology(gpus_per_host=8), ALL_FIVE, Workload(samples_per_rank=SAMPLES, **sizes))
+    sparse = report.sparse.all()
+    dense = sorted((each.kind, each.payload) for each in report.collectives if each not in sparse)
+    axes = {"dp_replicate", "dp_shard", "dp_shard_ep", "ep", "sparse_shard", "sparse_replicate"}
+    assert {each.axis for each in report.collectives} == axes
+    results = ranks("rank_all_five", 8)
+    for step in range(2):
+        exchanged, gathered = [], []
+        for lookup, rest, norm in (result[step] for result in results):
+            assert sorted((kind, sent) for kind, sent, _ in rest if kind != "all_to_all") == dense
+            # one number, over dp_shard x ep
+            assert [(kind, sent) for kind, sent, _ in norm] == [("all_reduce", 2 * 8 * 3 / 4)]
+            exchanged.append(by_kind(lookup + rest, "all_to_all"))
+            gathered.append(by_kind(lookup, "all_gather"))
+            assert len(lookup) == len(by_kind(lookup, "all_to_all")) + len(gathered[-1])
+        planned = [each for each in sparse if each.kind == "all_to_all"]
+        # Table-wise rows make ranks unequal: the plan has the mean of what is sent, the longest of what is gathered.
+        total = sum(sent for each in exchanged for sent, _ in each)
+        assert total == pytest.approx(8 * sum(each.payload for each in planned), rel=1e-12)
+        assert {len(each) for each in exchanged} == {sum(sum(each.tier_rounds) for each in planned)}
+        slices = [each.payload for each in sparse if each.kind == "all_gather"]
+        assert max(sum(sent for sent, _ in each) for each in gathered) == sum(slices)
