@@ -212,6 +212,13 @@ def test_optimizer_refuses(arguments, text):
         SparseOptimizerConfig(**arguments)
 
 
+def test_optimizer_defaults():
+    """Documented; another library's eps makes another run of the same numbers."""
+    config = SparseOptimizerConfig()
+    assert (config.kind, config.eps, config.weight_decay) == ("rowwise_adagrad", 1e-8, 0.0)
+    assert (config.beta1, config.beta2) == (0.9, 0.999)
+
+
 @pytest.mark.parametrize(
     ("tables", "features", "options", "text"),
     [

@@ -147,6 +147,44 @@ def test_gradients_are_summed_exactly(trained):
         assert torch.equal(result["summed"], torch.full((5, 3), float(total)))
 
 
+class Towers(nn.Module):
+    """A tower over the tokens of a jagged history, added up per sample, beside one over samples; each is a unit."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.history = nn.Sequential(nn.Linear(5, 4), nn.Tanh())
+        self.sample = nn.Linear(5, 4)
+
+    def forward(self, x, tokens, lengths):
+        owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        pooled = x.new_zeros(len(x), 4).index_add(0, owner, self.history(tokens))
+        return (self.sample(x) + pooled).square().sum()
+
+
+LENGTHS = {"one rank has no tokens": ((0, 0, 0), (2, 0, 4)), "no rank has tokens": ((0,), (0, 0))}
+
+
+def towers_batch(lengths):
+    generator = torch.Generator().manual_seed(len(lengths))
+    size = torch.tensor(lengths)
+    return (
+        torch.randn(len(lengths), 5, generator=generator),
+        torch.randn(int(size.sum()), 5, generator=generator),
+        size,
+    )
+
+
+def towers(rank, mesh):
+    """Gradients of a step per case; a unit whose tower has nothing to do on this rank takes part all the same."""
+    found = {}
+    for name, lengths in LENGTHS.items():
+        net = parallelize(Towers(), ParallelPlan(shard_units=("history", "sample")), mesh)
+        net(*towers_batch(lengths[rank])).backward()
+        found[name] = {key: full(parameter.grad) for key, parameter in net.named_parameters()}
+    return found
+
+
 def rank_mixed(rank, world_size, folder):
     """bf16 compute over fp32 shards, beside a plain replicated parameter."""
     mesh = ParallelDims.for_world(world_size).build_mesh("cpu")
@@ -158,13 +196,32 @@ def rank_mixed(rank, world_size, folder):
     gradients = [parameter.grad for parameter in net.parameters()]
     assert all(gradient.dtype == torch.float32 for gradient in gradients)
     expected = sum(float(full(gradient).double().square().sum()) for gradient in gradients) + 18.0
-    return out.dtype, float(grad_norm([*net.parameters(), plain], mesh)), expected**0.5
+    norm = float(grad_norm([*net.parameters(), plain], mesh))
+    return out.dtype, norm, expected**0.5, towers(rank, mesh)
 
 
-def test_mixed_precision_and_replicated_parameters(ranks):
-    for dtype, norm, expected in ranks("rank_mixed", 2):
+@pytest.fixture(scope="module")
+def mixed(ranks):
+    return ranks("rank_mixed", 2)
+
+
+def test_mixed_precision_and_replicated_parameters(mixed):
+    for dtype, norm, expected, _ in mixed:
         assert dtype == torch.bfloat16
         assert norm == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_a_tower_without_tokens_does_not_hang_and_counts_as_zero(mixed, name):
+    net = Towers()
+    for lengths in LENGTHS[name]:
+        net(*towers_batch(lengths)).backward()
+    expected = {key: parameter.grad for key, parameter in net.named_parameters()}
+    assert bool(expected["history.0.weight"].any()) == (name == "one rank has no tokens")
+    for *_, found in mixed:
+        assert found[name].keys() == expected.keys()
+        for key, gradient in found[name].items():
+            torch.testing.assert_close(gradient, expected[key], rtol=1e-5, atol=1e-6)
 
 
 def rank_refusals(rank, world_size, folder):

@@ -61,6 +61,15 @@ def test_inside_another_module():
     assert "sparse.tables.a.weight" in first.state_dict()
     for key, value in first.state_dict().items():
         assert torch.equal(second.state_dict()[key], value), key
+    third = Model(2)
+    weights = {key: value for key, value in first.state_dict().items() if "exp_avg" not in key and "step" not in key}
+    missing, _ = third.load_state_dict(weights, strict=False)
+    assert "sparse.tables.a.exp_avg" in missing
+    assert torch.equal(third.state_dict()["sparse.tables.a.weight"], weights["sparse.tables.a.weight"])
+    with pytest.raises(RuntimeError, match=r"Missing key.*sparse\.tables\.a\.exp_avg"):
+        third.load_state_dict(weights)
+    with pytest.raises(ValueError, match="load_state_dict: `assign` must be False"):
+        third.sparse.load_state_dict(first.sparse.state_dict(), assign=True)
 
 
 def test_state_dict_shares_memory_with_the_tables():
@@ -89,3 +98,33 @@ def test_refusals_change_nothing():
     refused(r"Missing key.*tables\.a\.exp_avg", **{"tables.a.exp_avg": None})
     refused(r"Missing key.*tables\.b\.step", **{"tables.b.step": None})
     refused("the steps of all tables must be equal", **{"tables.b.step": torch.tensor(7)})
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_weights_alone_load_where_asked_for(kind):
+    """For evaluation, or another optimizer: ``strict=False`` takes the weights and lists what it did not find."""
+    source = make(kind)
+    step(source)
+    weights = {key: value.clone() for key, value in source.state_dict().items() if key.endswith("weight")}
+    module = make(kind, seed=9)
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    missing, unexpected = module.load_state_dict(weights, strict=False)
+    assert sorted(missing) == sorted(set(before) - set(weights))
+    assert unexpected == []
+    for key, value in module.state_dict().items():
+        assert torch.equal(value, weights.get(key, before[key])), key
+    if kind == "sgd":
+        return
+    with pytest.raises(RuntimeError, match=r"Missing key.*tables\.a\."):
+        module.load_state_dict(weights)
+
+
+def test_another_optimizer_takes_the_weights_and_names_the_rest():
+    source, module = make("adam"), make("rowwise_adagrad", seed=9)
+    step(source)
+    missing, unexpected = module.load_state_dict(source.state_dict(), strict=False)
+    assert sorted(missing) == ["tables.a.sum", "tables.b.sum"]
+    assert sorted(unexpected) == sorted(
+        f"tables.{table}.{name}" for table in "ab" for name in ("exp_avg", "exp_avg_sq", "step")
+    )
+    assert torch.equal(module.state_dict()["tables.a.weight"], source.state_dict()["tables.a.weight"])

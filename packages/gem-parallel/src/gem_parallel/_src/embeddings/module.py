@@ -169,6 +169,7 @@ class ShardedEmbeddings(nn.Module):
         self._exchanger = Exchanger(self._groups, self._grid, self.device) if self._grid is not None else None
         self._step = 0
         self._learning_rate = optimizer.learning_rate
+        self._refuses_other_keys = False
         self._out_of_range = [0] * len(self.features)
         self._anchor = torch.zeros(0, device=self.device, requires_grad=True)
         for table in self._local_tables():
@@ -343,6 +344,27 @@ class ShardedEmbeddings(nn.Module):
         step = self._step if self._counts_steps else None
         destination.update(save_tables(self._local_tables(), prefix, self._grid, step))
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Copy a state dict into the tables.
+
+        Args:
+            state_dict: As ``state_dict`` gives it: DTensors as they lie here, or whole plain tensors.
+            strict: Refuse missing and unknown keys, and then change nothing. False takes what is there, for example
+                weights without an optimizer's state, and returns the keys that were not used or not found.
+            assign: Must be False: tables are not replaced.
+
+        Raises:
+            RuntimeError: a tensor that does not fit, or as ``strict``; nothing is changed.
+            ValueError: ``assign``.
+        """
+        if assign:
+            raise ValueError("load_state_dict: `assign` must be False, as fbgemm holds the tables, got True")
+        self._refuses_other_keys = strict
+        try:
+            return super().load_state_dict(state_dict, strict=strict)
+        finally:
+            self._refuses_other_keys = False
+
     def _load_from_state_dict(
         self,
         state_dict: Mapping[str, Any],
@@ -353,6 +375,9 @@ class ShardedEmbeddings(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        # torch passes strict=True whatever its caller said. Loaded as part of another module, what fits is taken, as by
+        # every module of torch, and the outermost call raises.
+        strict = self._refuses_other_keys
         loaded = load_tables(self._local_tables(), state_dict, prefix, self._grid, self._counts_steps, strict)
         for store in self._stores:
             if isinstance(store, ShardedStore) and store.gathered is not None:
