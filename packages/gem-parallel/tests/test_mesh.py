@@ -94,10 +94,13 @@ def test_dims_refuse(arguments, text):
 def test_for_world():
     dims = ParallelDims.for_world(16, dp_replicate=2, ep=4, sparse_replicate=2)
     assert dims == ParallelDims(dp_replicate=2, dp_shard=2, ep=4, sparse_replicate=2, sparse_shard=8)
-    with pytest.raises(ValueError, match=r"positive multiple of dp_replicate \* ep \(6\), got 16"):
+    with pytest.raises(ValueError, match=r"positive multiple of dp_replicate \* ep \(6\), got 16; nearest: ") as info:
         ParallelDims.for_world(16, dp_replicate=2, ep=3)
-    with pytest.raises(ValueError, match=r"positive multiple of sparse_replicate \(3\), got 16"):
+    assert "(dp_replicate=2, ep=4)" in str(info.value)
+    with pytest.raises(ValueError, match=r"sparse_replicate \(3\), got 16; nearest: \(sparse_replicate=4\) or \(spar"):
         ParallelDims.for_world(16, sparse_replicate=3)
+    with pytest.raises(ValueError, match=r"positive multiple of sparse_replicate \(0\), got 16$"):
+        ParallelDims.for_world(16, sparse_replicate=0)
 
 
 def test_describe():

@@ -123,14 +123,22 @@ class ParallelDims:
         """Shard everything over ``world_size`` ranks, as far as the other degrees leave ranks for it.
 
         Raises:
-            ValueError: ``world_size`` is not a positive multiple of dp_replicate * ep and of sparse_replicate.
+            ValueError: ``world_size`` is not a positive multiple of dp_replicate * ep and of sparse_replicate; names
+                the nearest degrees that fit.
         """
         for text, factor in (("dp_replicate * ep", dp_replicate * ep), ("sparse_replicate", sparse_replicate)):
+            wanted = {text: factor} if text == "sparse_replicate" else {"dp_replicate": dp_replicate, "ep": ep}
             text = "dp_replicate" if text == "dp_replicate * ep" and ep == 1 else text
             if factor < 1 or world_size < 1 or world_size % factor != 0:
+                nearest = ""
+                if min(wanted.values()) >= 1 and world_size >= 1:
+                    # The last degree is what the others leave.
+                    rest = max(1, world_size // factor)
+                    found = _nearest((*wanted.values(), rest), world_size)
+                    nearest = f"; nearest: {_shown([each[:-1] for each in found], tuple(wanted))}"
                 raise ValueError(
                     f"ParallelDims.for_world: `world_size` must be a positive multiple of {text} ({factor}), "
-                    f"got {world_size}"
+                    f"got {world_size}{nearest}"
                 )
         return cls(
             dp_replicate=dp_replicate,
