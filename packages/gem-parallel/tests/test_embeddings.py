@@ -332,8 +332,8 @@ def test_non_contiguous_ids():
 )
 @pytest.mark.parametrize("ids_per_bag", [1, 8, 10_000])
 def test_unpooled_engine_of_several_tables(monkeypatch, case, ids_per_bag):
-    """The layout of CUDA, on the CPU: one unpooled engine per dim, pooling outside of it."""
-    monkeypatch.setattr(build_source, "engines_pool", lambda device: False)
+    """The way of tables with a cache, on the CPU: one unpooled engine per dim, pooling outside of it."""
+    monkeypatch.setattr(build_source, "combines", lambda memory: False)
     monkeypatch.setattr(engine_source, "IDS_PER_BAG", ids_per_bag)
     check_against_reference(case, "cpu")
     test_several_dims_and_a_table_without_features()
@@ -342,7 +342,7 @@ def test_unpooled_engine_of_several_tables(monkeypatch, case, ids_per_bag):
 
 @pytest.mark.parametrize("pooling", ["sum", "mean", "none"])
 def test_unpooled_engine_drops(monkeypatch, pooling):
-    monkeypatch.setattr(build_source, "engines_pool", lambda device: False)
+    monkeypatch.setattr(build_source, "combines", lambda memory: False)
     module = make([FeatureConfig(name="x", table="t", pooling=pooling)], id_policy="drop")
     before = copied(module)["tables.t.weight"]
     for _ in range(2):
@@ -414,7 +414,7 @@ def test_id_policy_on_cuda(policy):
 
 
 @gpu
-def test_id_error_on_cuda_comes_before_any_row_is_read():
+def test_id_error_on_cuda_comes_before_any_row_is_written():
     module = make([FeatureConfig(name="x", table="t")], device="cuda")
     before = copied(module)
     values, offsets = ids_of([1, 10])

@@ -9,7 +9,8 @@ from itertools import groupby
 import torch
 
 from gem_parallel._src.embeddings.cached_engine import CachedEngine
-from gem_parallel._src.embeddings.config import Gather, SparseOptimizerConfig
+from gem_parallel._src.embeddings.combined_engine import CombinedEngine, split_tables
+from gem_parallel._src.embeddings.config import Gather, SparseOptimizerConfig, TableMemory
 from gem_parallel._src.embeddings.engine import Engine, FbgemmEngine
 from gem_parallel._src.embeddings.gathered import GatheredTables
 from gem_parallel._src.embeddings.grid import Grid
@@ -19,7 +20,7 @@ from gem_parallel._src.embeddings.plan import slice_bases
 from gem_parallel._src.embeddings.stores import FusedStore, ReplicatedStore, ShardedStore, Store
 from gem_parallel._src.embeddings.torch_engine import TorchEngine, needs_torch_engine
 
-__all__ = ["Storage", "engines_pool", "make_engines", "make_store"]
+__all__ = ["Storage", "combines", "make_engines", "make_store"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,9 +36,12 @@ class Storage:
     seed: int
 
 
-def engines_pool(device: torch.device) -> bool:
-    """Whether each table has an engine of its own, which sums over bags; else one unpooled engine per dim."""
-    return device.type == "cpu"
+def combines(memory: TableMemory) -> bool:
+    """Whether tables of a dim are one table of fbgemm's, which sums over bags.
+
+    A cache needs a lookup that names its tables; then there is one unpooled engine per cache.
+    """
+    return memory.location != "uvm_caching"
 
 
 def make_engines(group: Group, shard_rank: int, replica_rank: int, storage: Storage) -> list[Engine]:
@@ -60,22 +64,25 @@ def make_engines(group: Group, shard_rank: int, replica_rank: int, storage: Stor
             )
             for shard, (start, end) in zip(group.tables, kept, strict=True)
         ]
-    if engines_pool(device):
-        return [
-            FbgemmEngine(
-                num_rows=[end - start],
-                dim=group.dim,
-                optimizer=optimizer,
-                weight_dtype=weight_dtype,
-                device=device,
-                pools=True,
-            )
-            for start, end in kept
-        ]
     engines: list[Engine] = []
     for memory, members in groupby(zip(group.tables, kept, strict=True), key=lambda member: member[0].config.memory):
         found = list(members)
         rows = [end - start for _, (start, end) in found]
+        if combines(memory):
+            first = 0
+            for count in split_tables(rows):
+                engines.append(
+                    CombinedEngine(
+                        num_rows=rows[first : first + count],
+                        dim=group.dim,
+                        optimizer=optimizer,
+                        weight_dtype=weight_dtype,
+                        device=device,
+                        memory=memory,
+                    )
+                )
+                first += count
+            continue
         check_cache_fits([shard.config for shard, _ in found], rows, group.dim, weight_dtype, device)
         engine = FbgemmEngine(
             num_rows=rows,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gem_parallel._src.embeddings.config import SparseOptimizerConfig, TableMemory
+from gem_parallel._src.embeddings.fused_call import FusedCall
 from gem_parallel._src.embeddings.memory import cache_sets
 from gem_parallel._src.embeddings.transfer import to_device
 from gem_parallel._src.engine_report import require_fbgemm
@@ -173,10 +174,16 @@ class FbgemmEngine:
         self._learning_rate = optimizer.learning_rate
         self._arange = torch.arange(1, device=device)
         self._scratch = [weight[-1] for weight in self._tbe.split_embedding_weights()]
+        # With a cache a forward must fetch rows first.
+        self._call = FusedCall(self._tbe, optimizer.kind) if pools and memory.location != "uvm_caching" else None
 
     def lookup(self, ids: Tensor, counts: Sequence[int], bags: Tensor | None, step: int | None) -> Tensor:
         assert bags is None or self.pools
         tbe = self._tbe
+        if self._call is not None:
+            bags = self._bag_offsets(counts) if bags is None else bags
+            with torch.set_grad_enabled(step is not None):
+                return self._call(ids, bags, step or 1)
         if self._kind == "adam":
             # fbgemm counts every forward, evaluation too; the number of training lookups is ours.
             before = 0 if step is None else step - 1
@@ -213,6 +220,12 @@ class FbgemmEngine:
 
     def weights(self) -> list[Tensor]:
         return [weight[:-1] for weight in self._tbe.split_embedding_weights()]
+
+    def whole_weight(self) -> Tensor:
+        """(rows + 1, dim) of the one table, with its scratch row."""
+        (weight,) = self._tbe.split_embedding_weights()
+        whole: Tensor = weight
+        return whole
 
     def empty_cache(self) -> None:
         """Write cached rows back to where ``weights`` shows them, and forget them; nothing without a cache."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gem_parallel._src.embeddings import build
 from gem_parallel._src.embeddings.build import Storage, make_engines, make_store
+from gem_parallel._src.embeddings.combined_engine import CombinedEngine
 from gem_parallel._src.embeddings.config import (
     FeatureConfig,
     Gather,
@@ -25,13 +25,14 @@ from gem_parallel._src.embeddings.engine import Engine
 from gem_parallel._src.embeddings.exchange import Exchanger
 from gem_parallel._src.embeddings.faults import raise_local, raise_ranks
 from gem_parallel._src.embeddings.grid import check_agreement, make_grid
-from gem_parallel._src.embeddings.ids import BatchReport, flatten_ids
+from gem_parallel._src.embeddings.ids import BatchReport, flatten_ids, summarise
 from gem_parallel._src.embeddings.initial import fill_initial
 from gem_parallel._src.embeddings.layout import check_local_rows, make_groups, make_shards
-from gem_parallel._src.embeddings.local import pooled_outputs
+from gem_parallel._src.embeddings.local import LocalPath
 from gem_parallel._src.embeddings.lookup import Assemble, Flight, start_flights
 from gem_parallel._src.embeddings.memory import check_locations
 from gem_parallel._src.embeddings.pending import GroupRequest, Pending
+from gem_parallel._src.embeddings.per_table import pooled_outputs
 from gem_parallel._src.embeddings.state import LocalTable, load_tables, save_tables
 from gem_parallel._src.embeddings.stores import ShardedStore, Store, Update
 from gem_parallel._src.embeddings.transfer import DeviceVector
@@ -164,9 +165,14 @@ class ShardedEmbeddings(nn.Module):
             make_store(group, engines, self._grid, storage)
             for group, engines in zip(self._groups, self._engines, strict=True)
         ]
+        # On the CPU, in one process, engines of one table each sum over bags themselves.
+        self._pools_per_table = self.device.type == "cpu" and all(
+            engine.pools and engine.num_tables == 1 for engines in self._engines for engine in engines
+        )
         # Adam's bias correction and stochastic rounding count the updates.
         self._counts_steps = optimizer.kind == "adam" or weight_dtype == torch.bfloat16
         self._exchanger = Exchanger(self._groups, self._grid, self.device) if self._grid is not None else None
+        self._local = self._make_local() if self._grid is None else None
         self._step = 0
         self._learning_rate = optimizer.learning_rate
         self._refuses_other_keys = False
@@ -189,12 +195,21 @@ class ShardedEmbeddings(nn.Module):
 
         Raises:
             IndexError: an id outside its table under ``id_policy="error"``. In one process on CUDA it is raised by
-                ``lookup`` of the same batch, before any row is read, so that this call need not wait for the device.
+                ``lookup`` of the same batch, before any row is written, so that this call need not wait for the device.
             ValueError: offsets that do not describe bags (raised like IndexError); an unknown feature; a wrong shape or
                 device.
             TypeError: a wrong type or dtype.
             RuntimeError: another rank refused its batch.
         """
+        if self._local is not None:
+            local = self._local.exchange(ids)
+            pending = Pending(requests=(), works=[], summary=None, ready=None, local=local)
+            if self.device.type == "cpu":
+                self._settle(pending)
+            elif local.flag is not None:
+                pending.ready = local.flag.event
+                pending.stream = torch.cuda.current_stream(self.device)
+            return pending
         try:
             batch = flatten_ids(ids, self._groups, self.features, policy=self.id_policy, device=self.device)
         except (TypeError, ValueError):
@@ -218,6 +233,7 @@ class ShardedEmbeddings(nn.Module):
         if self.device.type == "cuda":
             pending.ready = torch.cuda.Event()
             pending.ready.record()
+            pending.stream = torch.cuda.current_stream(self.device)
         return pending
 
     def start_lookup(self, pending: Pending) -> None:
@@ -231,25 +247,36 @@ class ShardedEmbeddings(nn.Module):
         """
         if pending.started is not None:
             raise ValueError("start_lookup: `pending` must be a batch that was not looked up, got one that was")
-        self._settle(pending)
+        if self._local is None:
+            self._settle(pending)
         for work in pending.works:
             work.wait()
         if pending.ready is not None:
             stream = torch.cuda.current_stream(self.device)
-            stream.wait_event(pending.ready)
-            for tensor in pending.tensors():
-                if tensor.device.type == "cuda":
-                    tensor.record_stream(stream)
+            if stream != pending.stream:
+                stream.wait_event(pending.ready)
+                for tensor in pending.tensors():
+                    if tensor.device.type == "cuda":
+                        tensor.record_stream(stream)
         training = self.training and torch.is_grad_enabled()
-        if training:
-            self._step += 1
-        step = self._step if training else None
+        step = self._step + 1 if training else None
+        if self._local is not None:
+            assert pending.local is not None
+            if pending.local.layout is not None and pending.local.layout.impossible:
+                self._settle(pending)
+            sums = self._local.read(pending.local, step)
+            # The device has work while the host waits for the check.
+            self._settle(pending)
+            self._step = step or self._step
+            pending.started = Started(step=step, learning_rate=self._learning_rate, flights=None, sums=sums)
+            return
+        self._step = step or self._step
         if self.id_policy == "drop" and self._exchanger is None:
             for engines in self._engines:
                 for engine in engines:
                     engine.clear_scratch()
         flights: list[Flight] | None = None
-        if self._exchanger is not None or not build.engines_pool(self.device):
+        if self._exchanger is not None or not self._pools_per_table:
             flights = start_flights(
                 pending.requests, self._stores, step=step, grid=self._grid, wire_dtype=self.wire_dtype
             )
@@ -263,7 +290,8 @@ class ShardedEmbeddings(nn.Module):
 
         Returns:
             Feature -> (num_bags, dim) for sum and mean, zeros for an empty bag; (N, dim) for none; float32. Features
-            that the batch left out are absent.
+            that the batch left out are absent. In one process they are views of one tensor: autograd refuses to
+            change them in place.
 
         Raises:
             IndexError, ValueError: as ``exchange``, in one process on CUDA.
@@ -275,6 +303,11 @@ class ShardedEmbeddings(nn.Module):
         if started.done:
             raise ValueError("lookup: `pending` must be a batch that was not looked up, got one that was")
         started.done = True
+        if self._local is not None:
+            assert pending.local is not None
+            sums, started.sums = started.sums, []
+            with torch.set_grad_enabled(started.step is not None):
+                return self._local.outputs(pending.local, sums, training=started.step is not None)
         flights, started.flights = started.flights, None
         outputs: list[Tensor] = []
         if flights is None:
@@ -314,12 +347,25 @@ class ShardedEmbeddings(nn.Module):
             for feature, count in zip(self.features, self._out_of_range, strict=True)
         }
 
+    def _make_local(self) -> LocalPath | None:
+        """The way of one process, unless an engine does not combine its tables."""
+        combined = [[engine for engine in engines if isinstance(engine, CombinedEngine)] for engines in self._engines]
+        if any(len(some) < len(engines) for some, engines in zip(combined, self._engines, strict=True)):
+            return None
+        return LocalPath(self._groups, combined, self.features, policy=self.id_policy, device=self.device)
+
     def _settle(self, pending: Pending) -> None:
         """Read the check of a batch, if that is still to be done."""
-        report = pending.report()
+        if self._local is not None:
+            assert pending.local is not None
+            faulty = self._local.faults(pending.local)
+            report = None if faulty is None else summarise(faulty.summary.tolist())
+            batch = () if faulty is None else faulty.groups
+        else:
+            report = pending.report()
+            batch = tuple(request.ids for request in pending.requests)
         if report is not None:
             self._count(report)
-            batch = [request.ids for request in pending.requests]
             raise_local(report, batch, self.features, self.tables, self.id_policy)
 
     def _count(self, report: BatchReport) -> None:
@@ -409,6 +455,8 @@ class Started:
     learning_rate: float
     flights: list[Flight] | None
     """None where the engines pool themselves."""
+    sums: list[Tensor] = field(default_factory=list)
+    """Of a process whose engines combine their tables."""
     done: bool = False
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gem_parallel._src.embeddings.batch_layout import BatchLayout
 from gem_parallel._src.embeddings.ids import BatchReport, GroupIds, summarise
 from gem_parallel._src.embeddings.link import Transfer
-from gem_parallel._src.embeddings.transfer import DeviceVector
+from gem_parallel._src.embeddings.transfer import DeviceVector, Flag
 
-__all__ = ["GroupRequest", "LocalOrder", "Pending", "ReplicaRoute", "Route"]
+__all__ = ["GroupRequest", "LocalBatch", "LocalOrder", "Pending", "ReplicaRoute", "Route"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +82,19 @@ class GroupRequest:
 
 
 @dataclass(slots=True, kw_only=True)
+class LocalBatch:
+    """A batch of one process, laid out (``batch_layout``); all None if it has no features."""
+
+    layout: BatchLayout | None
+    given: Tensor | None
+    """(L,) as it came; until the check is read."""
+    safe: Tensor | None
+    """(L,) clamped and shifted."""
+    flag: Flag | None
+    """Number of faults; until it is read."""
+
+
+@dataclass(slots=True, kw_only=True)
 class Pending:
     """Ids on their way to the ranks that own their rows. Hand it to ``ShardedEmbeddings.lookup`` once."""
 
@@ -91,6 +105,10 @@ class Pending:
     """The check's result while it is still to be read (one process)."""
     ready: torch.cuda.Event | None
     """Recorded on the stream that ran ``exchange``."""
+    stream: torch.cuda.Stream | None = None
+    """That stream."""
+    local: LocalBatch | None = None
+    """The batch of a process whose engines pool themselves; there are no ``requests`` then."""
     started: Any = None
     """What ``start_lookup`` has begun."""
 
@@ -103,7 +121,10 @@ class Pending:
 
     def tensors(self) -> list[Tensor]:
         """All device tensors held here."""
-        found = []
+        found: list[Tensor] = []
+        if self.local is not None and self.local.layout is not None:
+            layout, given, safe = self.local.layout, self.local.given, self.local.safe
+            found += [each for each in (layout.low, given, safe) if each is not None]
         for request in self.requests:
             found += [request.rows, request.ids.values, *(feature.offsets for feature in request.ids.features)]
             if request.route is not None:

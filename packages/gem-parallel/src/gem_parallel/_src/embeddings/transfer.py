@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["DeviceVector", "to_device"]
+__all__ = ["DeviceVector", "Flag", "to_device"]
 
 
 def to_device(numbers: Sequence[int] | Tensor, device: torch.device) -> Tensor:
@@ -47,3 +47,24 @@ class DeviceVector:
                     raise TimeoutError(f"the device did not answer within {timeout_s:g} s")
                 time.sleep(1e-4)
         return self._host
+
+
+class Flag:
+    """One number on its way to the host, again and again; the memory and the event are kept."""
+
+    def __init__(self, device: torch.device) -> None:
+        on_cuda = device.type == "cuda"
+        self._host = torch.empty((), dtype=torch.int64, pin_memory=on_cuda)
+        self.event = torch.cuda.Event() if on_cuda else None
+
+    def send(self, number: Tensor) -> None:
+        """Start the copy of an int64 scalar on the current stream; ``event`` follows it."""
+        self._host.copy_(number, non_blocking=True)
+        if self.event is not None:
+            self.event.record()
+
+    def read(self) -> int:
+        """Wait for the copy."""
+        if self.event is not None:
+            self.event.synchronize()
+        return int(self._host)

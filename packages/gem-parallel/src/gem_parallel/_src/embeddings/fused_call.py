@@ -1,0 +1,78 @@
+"""fbgemm's lookup without the Python that stands around it.
+
+``SplitTableBatchedEmbeddingBagsCodegen.forward`` measured half of a lookup's time on the host: statistics, caches and
+input formats that these tables do not have. Its arguments are the same at every step but for ids, bags and the step's
+number, so they are collected once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["FusedCall"]
+
+SAME = (
+    "placeholder_autograd_tensor",
+    "lxu_cache_weights",
+    "weights_placements",
+    "weights_offsets",
+    "D_offsets",
+    "total_D",
+    "max_D",
+    "hash_size_cumsum",
+    "total_hash_size_bits",
+    "pooling_mode",
+    "output_dtype",
+    "is_experimental",
+    "use_uniq_cache_locations_bwd",
+    "use_homogeneous_placements",
+    "learning_rate_tensor",
+    "info_B_num_bits",
+    "info_B_mask",
+)
+"""Arguments that have the name of the module's attribute."""
+
+MOMENTS = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 1, "adam": 2}
+
+
+class FusedCall:
+    """What the forward of a module without a cache hands to fbgemm's generated lookup.
+
+    Args:
+        tbe: SplitTableBatchedEmbeddingBagsCodegen; its weights and moments must stay the same tensors.
+        kind: Its optimizer, as in SparseOptimizerConfig.
+    """
+
+    def __init__(self, tbe: Any, kind: str) -> None:
+        from fbgemm_gpu import split_embedding_codegen_lookup_invokers as invokers
+
+        args = invokers.lookup_args
+        self._common: Any = args.CommonArgs(
+            **{name: getattr(tbe, name) for name in SAME},
+            dev_weights=tbe.weights_dev,
+            host_weights=tbe.weights_host,
+            uvm_weights=tbe.weights_uvm,
+            lxu_cache_locations=tbe.lxu_cache_locations_empty,
+            uvm_cache_stats=None,
+            indices=None,
+            offsets=None,
+            indice_weights=None,
+            feature_requires_grad=None,
+            vbe_metadata=args.VBEMetadata(None, None, None),
+        )
+        self._rest: list[Any] = [tbe.optimizer_args]
+        for number in range(1, MOMENTS[kind] + 1):
+            parts = ("dev", "host", "uvm", "offsets", "placements")
+            self._rest.append(args.Momentum(*(getattr(tbe, f"momentum{number}_{part}") for part in parts)))
+        self._counts_steps = kind == "adam"
+        self._invoke: Any = getattr(invokers, f"lookup_{kind}").invoke
+
+    def __call__(self, ids: Tensor, bags: Tensor, step: int) -> Tensor:
+        """Sums over bags, in the graph; ``step`` is what Adam's bias correction counts, from 1."""
+        common = self._common._replace(indices=ids, offsets=bags)
+        rows: Tensor = (
+            self._invoke(common, *self._rest, step) if self._counts_steps else self._invoke(common, *self._rest)
+        )
+        return rows
