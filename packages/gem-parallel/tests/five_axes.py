@@ -32,10 +32,10 @@ class Layout:
         sparse_shard = self.world_size // self.sparse_replicate
         return f"{self.dp_replicate}x{self.dp_shard}x{self.ep}-{self.sparse_replicate}x{sparse_shard}"
 
-    def build_mesh(self):
+    def build_mesh(self, device_type="cpu"):
         return ParallelDims.for_world(
             self.world_size, dp_replicate=self.dp_replicate, ep=self.ep, sparse_replicate=self.sparse_replicate
-        ).build_mesh("cpu")
+        ).build_mesh(device_type)
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ EXACT, RANDOM = Numbers(True), Numbers(False)
 class Net(nn.Module):
     """Tables inside a model that ``parallelize`` shards: odd sizes, five experts, a parameter of one element."""
 
-    def __init__(self, numbers, mesh=None):
+    def __init__(self, numbers, mesh, device):
         super().__init__()
-        self.tables = make(numbers.case, None if mesh is None else mesh.sparse)
+        self.tables = make(numbers.case, None if mesh is None else mesh.sparse, device)
         torch.manual_seed(0)
         width = WIDTH if numbers.exact else ROWS_DIM + WIDTH
         self.stem = nn.Linear(width, 7)
@@ -100,7 +100,7 @@ class Net(nn.Module):
         if feature.pooling != "none":
             return rows
         lengths = batch.ids[feature.name][1].diff()
-        owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        owner = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
         return rows.new_zeros(len(lengths), dim).index_add(0, owner, rows)
 
 
@@ -109,6 +109,10 @@ class Batch:
     ids: dict
     dense: torch.Tensor
     target: torch.Tensor
+
+    def to(self, device):
+        ids = {name: tuple(each.to(device) for each in parts) for name, parts in self.ids.items()}
+        return Batch(ids=ids, dense=self.dense.to(device), target=self.target.to(device))
 
 
 def batch_of(numbers, step, first, last, parts):
@@ -137,15 +141,16 @@ def batch_of(numbers, step, first, last, parts):
 
 
 def full(tensor):
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
 
 
 class Training:
     """One rank's model and dense optimizer."""
 
-    def __init__(self, numbers, mesh=None):
-        self.numbers, self.mesh = numbers, mesh
-        self.net = Net(numbers, mesh)
+    def __init__(self, numbers, mesh=None, device="cpu"):
+        self.numbers, self.mesh, self.device = numbers, mesh, device
+        # Initialised on the CPU everywhere; the tables stay where they are.
+        self.net = Net(numbers, mesh, device).to(device)
         if mesh is not None:
             parallelize(self.net, ParallelPlan(shard_units=("stem", "head")), mesh)
         parameters = list(self.net.parameters())
@@ -158,7 +163,7 @@ class Training:
     def step(self, batch):
         """(loss over all ranks, gradients, norm)"""
         self.optimizer.zero_grad()
-        loss = self.net(batch)
+        loss = self.net(batch.to(self.device))
         # A power of two, which keeps exact gradients exact.
         (loss / 16).backward()
         total = loss.detach().double()

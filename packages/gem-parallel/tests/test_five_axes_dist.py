@@ -92,3 +92,40 @@ def test_every_parameter_trains(one_process, numbers):
     for name, value in one_process(numbers, 8)[1].items():
         if name in first:
             assert not torch.equal(value, first[name]), name
+
+
+def rank_train_cuda(rank, world_size, folder):
+    """As `rank_train`, through NCCL, numbers that round."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    found = {}
+    for layout in (layout for layout in LAYOUTS if layout.world_size == world_size):
+        training = Training(RANDOM, layout.build_mesh("cuda"), device)
+        steps = [training.step(batch_of(RANDOM, step, rank, rank + 1, world_size)) for step in range(NUM_STEPS)]
+        found[layout.id] = steps, training.state()
+    return found
+
+
+@pytest.mark.gpu
+def test_nccl_ranks_equal_one_cpu_process(ranks, one_process):
+    """The layouts of as many ranks as there are GPUs: 8, 4 or 2."""
+    world_size = next((size for size in (8, 4, 2) if size <= torch.cuda.device_count()), None)
+    if world_size is None:
+        pytest.skip("needs two GPUs or more")
+    steps, state = one_process(RANDOM, world_size)
+    results = ranks("rank_train_cuda", world_size, backend="nccl")
+    seen = set()
+    for rank, result in enumerate(results):
+        for layout, (rank_steps, rank_state) in result.items():
+            for step, ((loss, gradients, norm), (expected_loss, expected, expected_norm)) in enumerate(
+                zip(rank_steps, steps, strict=True)
+            ):
+                assert loss == pytest.approx(expected_loss, rel=1e-4, abs=1e-5), (layout, rank, step)
+                assert norm == pytest.approx(expected_norm, rel=1e-4), (layout, rank, step)
+                for name, gradient in gradients.items():
+                    torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-4)
+            for name, value in rank_state.items():
+                torch.testing.assert_close(value, state[name], rtol=1e-4, atol=1e-4)
+            seen |= set(rank_state)
+    assert seen == set(state)
