@@ -148,6 +148,16 @@ def test_bf16_rounds_operands_and_keeps_dtypes(kind: Kind) -> None:
 
 
 @all_kinds
+def test_bf16_may_keep_its_result_in_bf16(kind: Kind) -> None:
+    x = attention_inputs((33, 40, 0, 70), num_heads=2, head_dim=32)
+    expected, _ = run(convert(kind.module(), BF16Recipe()), kind, x)
+    out, gradients = run(convert(kind.module(), BF16Recipe(activations="bfloat16")), kind, x)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out.float(), expected)
+    assert {gradient.dtype for gradient in gradients} == {torch.float32}
+
+
+@all_kinds
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_half_precision_inputs(kind: Kind, dtype: torch.dtype) -> None:
     x = attention_inputs((33, 64), num_heads=2, head_dim=32, dtype=dtype, contiguous=False)

@@ -20,6 +20,7 @@ from gem_precision import (
     MXFP8Linear,
     MXFP8Recipe,
     convert,
+    describe,
     get_recipe,
 )
 
@@ -99,6 +100,28 @@ def test_every_parameter_gets_a_gradient_near_that_of_float32(recipe: MXFP8Recip
     for (name, exact), (_, actual) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
         cosine = torch.nn.functional.cosine_similarity(actual.grad.flatten(), exact.grad.flatten(), dim=0)
         assert cosine > 0.98, name
+
+
+def test_bf16_activations_flow_through_layers_that_stay_in_high_precision() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 64), nn.Linear(64, 1))
+    recipe = BF16Recipe(activations="bfloat16")
+    plain = copy.deepcopy(model)
+    convert(model, recipe)
+    dtypes = []
+    for layer in model:
+        layer.register_forward_hook(lambda module, args, out: dtypes.append(out.dtype))
+    x = torch.randn(20, 64)
+    out = model(x)
+    # Converted, activation, two layers too narrow with an activation between, and the logit: all in float32 again.
+    assert dtypes == [torch.bfloat16, torch.bfloat16, *[torch.float32] * 4]
+    torch.testing.assert_close(out, plain(x), atol=0.02, rtol=0.02)
+    out.square().sum().backward()
+    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+    assert [line.precision for line in describe(model)] == ["bf16", "fp32", "fp32", "fp32"]
+    # A layer passed over can still take another recipe, as one that was never looked at.
+    convert(model[4], MXFP8Recipe(min_features=8))
+    assert type(model[4]) is MXFP8Linear
 
 
 def test_fp32_changes_nothing_even_where_nothing_could_be_converted() -> None:

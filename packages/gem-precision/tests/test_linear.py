@@ -5,7 +5,7 @@ import torch
 from precision_measures import MXFP8, sqnr_db, stored
 from torch import Tensor, nn
 
-from gem_precision import BF16Linear, MXFP8Linear, MXFP8Recipe, ScaleMode
+from gem_precision import BF16Linear, BF16Recipe, MXFP8Linear, MXFP8Recipe, ScaleMode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +212,21 @@ def test_bf16_linear_rounds_operands_and_keeps_dtypes() -> None:
     low = nn.Linear(64, 96, dtype=torch.bfloat16)
     low.load_state_dict(layer.state_dict())
     assert torch.equal(result.y, low(x.bfloat16()).float())
+
+
+def test_bf16_linear_may_keep_its_result_in_bf16() -> None:
+    torch.manual_seed(0)
+    layer = BF16Linear(64, 96, recipe=BF16Recipe(activations="bfloat16"))
+    x = torch.randn(50, 64)
+    assert torch.equal(layer(x).float(), BF16Linear.forward(_like(layer), x))
+    result = run(layer, x, torch.randn(50, 96, dtype=torch.bfloat16))
+    assert (result.y.dtype, result.dx.dtype, result.dweight.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+
+
+def _like(layer: BF16Linear) -> BF16Linear:
+    other = BF16Linear(layer.in_features, layer.out_features)
+    other.load_state_dict(layer.state_dict())
+    return other
 
 
 @pytest.mark.parametrize(

@@ -46,14 +46,19 @@ def test_fields_and_defaults() -> None:
         "min_features": 32,
         "backend": "auto",
     }
-    assert [f.name for f in dataclasses.fields(BF16Recipe)] == ["min_features"]
+    assert [f.name for f in dataclasses.fields(BF16Recipe)] == ["activations", "min_features"]
 
 
 def test_get_recipe() -> None:
-    assert recipe_names() == ("fp32", "bf16", "mxfp8")
-    assert [get_recipe(name) for name in recipe_names()] == [FP32Recipe(), BF16Recipe(), MXFP8Recipe()]
+    assert recipe_names() == ("fp32", "bf16", "bf16_activations", "mxfp8")
+    assert [get_recipe(name) for name in recipe_names()] == [
+        FP32Recipe(),
+        BF16Recipe(),
+        BF16Recipe(activations="bfloat16"),
+        MXFP8Recipe(),
+    ]
     assert [get_recipe(name).name for name in recipe_names()] == list(recipe_names())
-    with pytest.raises(ValueError, match="`name` must be one of fp32, bf16, mxfp8, got 'fp8'"):
+    with pytest.raises(ValueError, match="`name` must be one of fp32, bf16, bf16_activations, mxfp8, got 'fp8'"):
         get_recipe("fp8")
 
 
@@ -71,6 +76,7 @@ def test_auto_resolves_to_what_exists() -> None:
         (MXFP8Recipe, {"wgrad": "bf16"}, ValueError, "`wgrad` must be 'mxfp8' or 'high_precision', got 'bf16'"),
         (MXFP8Recipe, {"backend": "native"}, ValueError, "`backend` must be 'auto' or 'emulated', got 'native'"),
         (MXFP8Recipe, {"min_features": 0}, ValueError, "`min_features` must be >= 1, got 0"),
+        (BF16Recipe, {"activations": "fp16"}, ValueError, "`activations` must be 'input' or 'bfloat16', got 'fp16'"),
         (BF16Recipe, {"min_features": 1.5}, TypeError, "`min_features` must be an int, got float"),
         (BF16Recipe, {"min_features": True}, TypeError, "`min_features` must be an int, got bool"),
         (MXFP8Recipe, {"block": 32}, TypeError, "block"),

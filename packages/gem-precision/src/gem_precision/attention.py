@@ -134,15 +134,15 @@ class MXFP8BlockAttention(BlockAttention):
 
 
 class _BF16Operands:
-    """Casts of Q, K and V to bfloat16 and of the result back, around a module's forward."""
+    """Casts of Q, K and V to bfloat16, and of the result back if the recipe says so, around a module's forward."""
 
     recipe = BF16Recipe()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **batch: Any) -> Tensor:
-        """The wrapped module's shapes; the result has the dtype of q."""
+        """The wrapped module's shapes; the result has the dtype of q, or bfloat16 if the recipe's activations have."""
         q_low, k_low, v_low = (x.to(torch.bfloat16) for x in (q, k, v))
         out: Tensor = super().forward(q_low, k_low, v_low, **batch)  # type: ignore[misc]
-        return out.to(q.dtype)
+        return out if self.recipe.activations == "bfloat16" else out.to(q.dtype)
 
 
 class BF16JaggedAttention(_BF16Operands, JaggedAttention):

@@ -71,5 +71,5 @@ def convert(module: nn.Module, recipe: Recipe, *, filter: Callable[[nn.Module, s
         if reason is None:
             layers.replace(layer, recipe)
         else:
-            layers.note(layer, reason)
+            layers.pass_over(layer, recipe, reason)
     return module

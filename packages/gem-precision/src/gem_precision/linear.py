@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 from gem_precision._src.quantize import fake_quantize
 from gem_precision.recipe import BF16Recipe, MXFP8Recipe
 
-__all__ = ["BF16Linear", "MXFP8Linear"]
+__all__ = ["BF16Linear", "HighPrecisionLinear", "MXFP8Linear"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -112,7 +112,7 @@ class MXFP8Linear(nn.Linear):
 class BF16Linear(nn.Linear):
     """``nn.Linear`` that multiplies in bfloat16, forward and backward, and keeps its parameters as they are.
 
-    Like autocast, but of this layer alone, and the result returns in the dtype of the input.
+    Like autocast, but of this layer alone, and unless the recipe says otherwise the result has the dtype of the input.
 
     Args:
         in_features: K.
@@ -120,7 +120,7 @@ class BF16Linear(nn.Linear):
         bias: Whether y = x Wᵀ + b.
         device: Of the parameters.
         dtype: Of the parameters; gradients have it too.
-        recipe: Its ``min_features`` speaks to ``convert`` only.
+        recipe: Says the dtype of results. Its ``min_features`` speaks to ``convert`` only.
     """
 
     def __init__(
@@ -137,9 +137,21 @@ class BF16Linear(nn.Linear):
         self.recipe = BF16Recipe() if recipe is None else recipe
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., K) -> (..., N) in the dtype of the input."""
+        """(..., K) -> (..., N) in the dtype of the input, or in bfloat16 if the recipe has activations in it."""
         bias = None if self.bias is None else self.bias.to(torch.bfloat16)
-        return linear(input.to(torch.bfloat16), self.weight.to(torch.bfloat16), bias).to(input.dtype)
+        out = linear(input.to(torch.bfloat16), self.weight.to(torch.bfloat16), bias)
+        return out if self.recipe.activations == "bfloat16" else out.to(input.dtype)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"
+
+
+class HighPrecisionLinear(nn.Linear):
+    """``nn.Linear`` that casts its input to the dtype of its weight, and answers in it.
+
+    What a layer becomes that stays in high precision while the activations around it are bfloat16.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., K) of any dtype -> (..., N) in the dtype of the weight."""
+        return super().forward(input.to(self.weight.dtype))

@@ -102,19 +102,28 @@ class MXFP8Recipe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BF16Recipe:
-    """Linear and attention layers compute in bfloat16 from float32 master weights; results keep the input's dtype."""
+    """Linear and attention layers compute in bfloat16 from float32 master weights."""
 
+    activations: Literal["input", "bfloat16"] = "input"
+    """Dtype of their results. "input": that of the layer's input, so that what lies between layers, residual sums and
+    norms, stays as it was. "bfloat16": what lies between is bfloat16, too, half the bytes and no casts; it asks of the
+    model that its other modules take bfloat16. Linear layers that stay in high precision then cast their input."""
     min_features: int = 32
     """Linear layers with fewer inputs or outputs stay in high precision; so does, with it, a prediction layer, whose
     logits 8 bits would make coarse."""
 
     def __post_init__(self) -> None:
+        if self.activations not in ("input", "bfloat16"):
+            raise ValueError(
+                f"BF16Recipe: `activations` must be 'input' or 'bfloat16', got {self.activations!r}; 'input' is safe "
+                "with any model."
+            )
         _check_min_features("BF16Recipe", self.min_features)
 
     @property
     def name(self) -> str:
         """Name under which layers are reported."""
-        return "bf16"
+        return "bf16" if self.activations == "input" else "bf16_activations"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,10 +139,11 @@ class FP32Recipe:
 Recipe: TypeAlias = MXFP8Recipe | BF16Recipe | FP32Recipe
 """What :func:`gem_precision.convert` takes."""
 
-_RECIPES: dict[str, type[MXFP8Recipe] | type[BF16Recipe] | type[FP32Recipe]] = {
-    "fp32": FP32Recipe,
-    "bf16": BF16Recipe,
-    "mxfp8": MXFP8Recipe,
+_RECIPES: dict[str, Recipe] = {
+    "fp32": FP32Recipe(),
+    "bf16": BF16Recipe(),
+    "bf16_activations": BF16Recipe(activations="bfloat16"),
+    "mxfp8": MXFP8Recipe(),
 }
 
 
@@ -143,14 +153,15 @@ def recipe_names() -> tuple[str, ...]:
 
 
 def get_recipe(name: str) -> Recipe:
-    """The recipe of a name, with its defaults.
+    """The recipe of a name.
 
     Args:
-        name: "fp32", "bf16" or "mxfp8".
+        name: "fp32", "bf16" or "mxfp8", each with its defaults, or "bf16_activations", which is
+            ``BF16Recipe(activations="bfloat16")``.
 
     Raises:
         ValueError: on another name.
     """
     if name not in _RECIPES:
         raise ValueError(f"get_recipe: `name` must be one of {', '.join(_RECIPES)}, got {name!r}.")
-    return _RECIPES[name]()
+    return _RECIPES[name]

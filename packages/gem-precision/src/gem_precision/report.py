@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gem_precision._src import layers
-from gem_precision.recipe import MXFP8Recipe
+from gem_precision.recipe import BF16Recipe, MXFP8Recipe
 
 __all__ = ["LayerReport", "PrecisionSummary", "describe", "format_report", "summarize"]
 
@@ -54,6 +54,7 @@ class PrecisionSummary:
 
 def _converted(fqn: str, layer: nn.Module) -> LayerReport:
     kind, recipe = layers.kind_of(layer), layer.recipe
+    assert isinstance(recipe, MXFP8Recipe | BF16Recipe)
     if isinstance(recipe, MXFP8Recipe):
         backend = recipe.resolved_backend
         reason = "operands are quantised, dequantised and multiplied in high precision"
@@ -67,7 +68,8 @@ def _converted(fqn: str, layer: nn.Module) -> LayerReport:
         kind=kind,
         precision="bf16",
         backend=_ENGINE[kind],
-        reason="operands are cast to bfloat16, parameters and result keep their dtype",
+        reason="operands are cast to bfloat16, parameters "
+        + ("and result keep their dtype" if recipe.activations == "input" else "keep their dtype, the result does not"),
         is_converted=True,
     )
 

@@ -15,7 +15,7 @@ from gem_precision.attention import (
     MXFP8BlockAttention,
     MXFP8JaggedAttention,
 )
-from gem_precision.linear import BF16Linear, MXFP8Linear
+from gem_precision.linear import BF16Linear, HighPrecisionLinear, MXFP8Linear
 from gem_precision.recipe import BF16Recipe, MXFP8Recipe
 
 Filter = Callable[[nn.Module, str], bool]
@@ -23,12 +23,14 @@ Filter = Callable[[nn.Module, str], bool]
 _TARGETS: dict[type, dict[type[nn.Module], type[nn.Module]]] = {
     MXFP8Recipe: {
         nn.Linear: MXFP8Linear,
+        HighPrecisionLinear: MXFP8Linear,
         JaggedAttention: MXFP8JaggedAttention,
         GDPA: MXFP8GDPA,
         BlockAttention: MXFP8BlockAttention,
     },
     BF16Recipe: {
         nn.Linear: BF16Linear,
+        HighPrecisionLinear: BF16Linear,
         JaggedAttention: BF16JaggedAttention,
         GDPA: BF16GDPA,
         BlockAttention: BF16BlockAttention,
@@ -86,11 +88,13 @@ def replace(module: nn.Module, recipe: MXFP8Recipe | BF16Recipe) -> None:
     module.__dict__.pop(_NOTE, None)
 
 
-def note(module: nn.Module, reason: str) -> None:
-    """Remember on the layer why it was passed over."""
+def pass_over(module: nn.Module, recipe: MXFP8Recipe | BF16Recipe, reason: str) -> None:
+    """Leave the layer in high precision and remember on it why; where activations are low, make it cast its input."""
     module.__dict__[_NOTE] = reason
+    if isinstance(recipe, BF16Recipe) and recipe.activations == "bfloat16" and type(module) is nn.Linear:
+        module.__class__ = HighPrecisionLinear
 
 
 def noted(module: nn.Module) -> str | None:
-    """What ``note`` remembered."""
+    """What ``pass_over`` remembered."""
     return module.__dict__.get(_NOTE)
