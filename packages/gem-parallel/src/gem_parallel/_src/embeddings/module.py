@@ -36,6 +36,7 @@ from gem_parallel._src.embeddings.per_table import pooled_outputs
 from gem_parallel._src.embeddings.state import LocalTable, load_tables, save_tables
 from gem_parallel._src.embeddings.stores import ShardedStore, Store, Update
 from gem_parallel._src.embeddings.transfer import DeviceVector
+from gem_parallel._src.embeddings.update_norm import UpdateMeter
 from gem_parallel._src.embeddings.wire import WIRE_DTYPES
 from gem_parallel._src.engine_report import require_fbgemm
 
@@ -80,6 +81,10 @@ class ShardedEmbeddings(nn.Module):
         timeout_s: Longest that the host waits for the other ranks in one transfer, seconds; None is the process
             groups' own timeout. On CUDA the host waits in ``exchange`` only; NCCL's watchdog ends what hangs later.
 
+        measure_updates: Keep the rows of each training batch as they were, for ``last_update_norm``. For finding out
+            whether and how much tables train: the ranks also tell each other all ids, tables behind a cache are written
+            back, and on CUDA the host waits once more per batch.
+
     Raises:
         ImportError: fbgemm-gpu is missing or does not load; the message has the pip line.
         ValueError, TypeError: a bad argument.
@@ -100,6 +105,7 @@ class ShardedEmbeddings(nn.Module):
         gather: Gather = "tables",
         keep_gathered: bool = False,
         timeout_s: float | None = None,
+        measure_updates: bool = False,
     ) -> None:
         super().__init__()
         check_configs(tables, features)
@@ -129,7 +135,7 @@ class ShardedEmbeddings(nn.Module):
         self.device = _resolve_device(device, mesh)
         several = mesh is not None and needs_exchange(mesh)
         if mesh is not None and several:
-            choices = (optimizer, seed, weight_dtype, id_policy, wire_dtype, gather, keep_gathered)
+            choices = (optimizer, seed, weight_dtype, id_policy, wire_dtype, gather, keep_gathered, measure_updates)
             check_agreement(mesh, self.device, (self.tables, self.features, choices))
         num_shards, num_replicas = _shape_of(mesh) if mesh is not None and several else (1, 1)
         self._shards = make_shards(self.tables, num_shards, num_replicas)
@@ -176,6 +182,11 @@ class ShardedEmbeddings(nn.Module):
         self._step = 0
         self._learning_rate = optimizer.learning_rate
         self._refuses_other_keys = False
+        self._meter: UpdateMeter | None = None
+        if measure_updates:
+            self._meter = UpdateMeter(
+                self.tables, self.features, id_policy=id_policy, grid=self._grid, device=self.device
+            )
         self._out_of_range = [0] * len(self.features)
         self._anchor = torch.zeros(0, device=self.device, requires_grad=True)
         for table in self._local_tables():
@@ -203,7 +214,7 @@ class ShardedEmbeddings(nn.Module):
         """
         if self._local is not None:
             local = self._local.exchange(ids)
-            pending = Pending(requests=(), works=[], summary=None, ready=None, local=local)
+            pending = Pending(requests=(), works=[], summary=None, ready=None, local=local, named=self._to_measure(ids))
             if self.device.type == "cpu":
                 self._settle(pending)
             elif local.flag is not None:
@@ -230,6 +241,7 @@ class ShardedEmbeddings(nn.Module):
             if faults:
                 raise_ranks(faults, self._rank, batch.groups, self.features, self.tables)
             pending = Pending(requests=tuple(found), works=works, summary=None, ready=None)
+        pending.named = self._to_measure(ids)
         if self.device.type == "cuda":
             pending.ready = torch.cuda.Event()
             pending.ready.record()
@@ -260,6 +272,8 @@ class ShardedEmbeddings(nn.Module):
                         tensor.record_stream(stream)
         training = self.training and torch.is_grad_enabled()
         step = self._step + 1 if training else None
+        if self._meter is not None and training:
+            self._meter.start(pending.named, self._local_tables())
         if self._local is not None:
             assert pending.local is not None
             if pending.local.layout is not None and pending.local.layout.impossible:
@@ -346,6 +360,25 @@ class ShardedEmbeddings(nn.Module):
             (feature.table, feature.name): count
             for feature, count in zip(self.features, self._out_of_range, strict=True)
         }
+
+    def last_update_norm(self) -> dict[str, float]:
+        """2-norm of what the last training batch's update did to each table, by name; 0 where nothing moved.
+
+        Over the rows that the batch names, of all ranks, as the weights are stored. Call it after backward, on all
+        ranks together. ``parameters()`` is empty and nothing has a gradient, so this is how to see that tables train.
+
+        Raises:
+            RuntimeError: ``measure_updates`` is off, or no training lookup has started yet.
+        """
+        if self._meter is None:
+            raise RuntimeError(
+                "last_update_norm: rows must be kept from before the update, got measure_updates=False; construct "
+                "ShardedEmbeddings with measure_updates=True"
+            )
+        return self._meter.norms(self._local_tables())
+
+    def _to_measure(self, ids: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        return {} if self._meter is None else {name: values for name, (values, _) in ids.items()}
 
     def _make_local(self) -> LocalPath | None:
         """The way of one process, unless an engine does not combine its tables."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -109,6 +109,8 @@ class Pending:
     """That stream."""
     local: LocalBatch | None = None
     """The batch of a process whose engines pool themselves; there are no ``requests`` then."""
+    named: dict[str, Tensor] = field(default_factory=dict)
+    """Feature -> ids as given, where updates are measured."""
     started: Any = None
     """What ``start_lookup`` has begun."""
 
@@ -121,7 +123,7 @@ class Pending:
 
     def tensors(self) -> list[Tensor]:
         """All device tensors held here."""
-        found: list[Tensor] = []
+        found: list[Tensor] = list(self.named.values())
         if self.local is not None and self.local.layout is not None:
             layout, given, safe = self.local.layout, self.local.given, self.local.safe
             found += [each for each in (layout.low, given, safe) if each is not None]
