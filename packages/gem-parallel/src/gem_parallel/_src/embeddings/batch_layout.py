@@ -14,23 +14,20 @@ an empty bag between them, whose output belongs to nobody. Unpooled features com
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gem_parallel._src.embeddings.layout import FeatureSlot
-from gem_parallel._src.embeddings.transfer import to_device
 
-__all__ = ["ABSENT", "BatchLayout", "Sizes", "Unit", "UnitLayout", "lay_out"]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
-Sizes = tuple[int, int]
-"""Values and offsets of a feature."""
-
-ABSENT: Sizes = (-1, -1)
-"""Of one that the batch leaves out."""
+__all__ = ["BatchLayout", "Structure", "Unit", "UnitLayout"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,33 +43,33 @@ class Unit:
     dim: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class UnitLayout:
     """One engine's part of a batch."""
 
-    names: tuple[str, ...]
+    names: list[str]
     """Features that the batch has, in order of slot."""
     values: slice
     """Of the batch's tensor."""
     num_values: int
     bags: slice | None
     """Of the batch's tensor; None if every bag is one id."""
+    counting: Tensor | None
+    """0, 1, ...: the offsets of unpooled features, if there are pooled ones, too."""
     sizes: list[int]
-    """Output rows of each slot, and of the empty bags between pooled ones."""
-    slots_at: list[int]
-    """Index in ``sizes`` of each slot."""
+    """Output rows of each feature, and of the empty bags between pooled ones."""
+    names_at: list[int]
+    """Index in ``sizes`` of each feature."""
     num_outputs: int
     mean_start: int | None
     """First output row that is a mean, up to the last row; None if there is none."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class BatchLayout:
     """Positions in the batch's tensor (L,), of which A are values."""
 
-    units: tuple[UnitLayout, ...]
-    features: dict[str, tuple[slice, slice]]
-    """Name -> where its values and its offsets are."""
+    units: list[UnitLayout]
     low: Tensor
     """(L,) int64 bounds, inclusive."""
     high: Tensor
@@ -80,116 +77,188 @@ class BatchLayout:
     """(L,) int64"""
     num_values: int
     """A"""
-    counting: dict[int, Tensor]
-    """Unit -> 0, 1, ...: the offsets of its unpooled features, if it has pooled ones, too."""
     num_falls: int
     """Places among the shifted offsets that fall in every good batch, between engines."""
     impossible: bool
     """A feature has values but no bags."""
+    pairs: list[tuple[str, slice, slice]]
+    """Each feature's values and offsets."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Run:
-    """Offsets that follow each other: of a feature, or of all bags of one id."""
+class _Part:
+    """One unit's features that a batch has."""
 
-    name: str | None
-    segments: list[tuple[int, int, int, int]]
-    """(low, high, shift, length)"""
-    first: int
-    """Shifted."""
-    last: int
-
-    @property
-    def length(self) -> int:
-        return sum(segment[3] for segment in self.segments)
+    def __init__(self, unit: Unit, present: Sequence[bool], first: int) -> None:
+        slots = [slot for slot, here in zip(unit.slots, present, strict=True) if here]
+        self.names = [slot.config.name for slot in slots]
+        self.first, self.end = first, first + len(slots)
+        self.num_single = sum(slot.config.pooling == "none" for slot in slots)
+        self.num_sums = sum(slot.config.pooling == "sum" for slot in slots)
+        self.has_means = self.num_single + self.num_sums < len(slots)
+        self.mixed = 0 < self.num_single < len(slots)
 
 
-def _offsets_of(name: str, num_values: int, num_offsets: int, shift: int) -> _Run:
-    if num_offsets == 1:
-        return _Run(name=name, segments=[(0, 0, shift, 1)], first=shift, last=shift)
-    between = (0, num_values, shift, num_offsets - 2)
-    segments = [(0, 0, shift, 1), between, (num_values, num_values, shift, 1)]
-    return _Run(name=name, segments=segments, first=shift, last=shift + num_values)
+class Structure:
+    """What layouts of batches with the same features have in common.
 
+    P features in order of unit and slot. Segments of equal bounds and shift: one for each feature's values; then the
+    runs of offsets: of each unit its bags of one id, if it has others, and its pooled features; last the unpooled
+    features. A feature's run has three segments: the first offset, those between, the last.
 
-def lay_out(units: Sequence[Unit], sizes: Sequence[Sequence[Sizes]], device: torch.device) -> BatchLayout:
-    """The layout of a batch; ``sizes`` has one entry per unit and slot."""
-    values: list[tuple[int, int, int, int]] = []
-    bags: list[_Run] = []
-    checked: list[_Run] = []
-    counting: dict[int, Tensor] = {}
-    parts: list[UnitLayout] = []
-    values_of: dict[str, slice] = {}
-    num_values = sum(max(each[0], 0) for unit_sizes in sizes for each in unit_sizes)
-    first_value, first_bag = 0, num_values
-    for at, (unit, unit_sizes) in enumerate(zip(units, sizes, strict=True)):
-        present = [index for index, each in enumerate(unit_sizes) if each != ABSENT]
-        pooled = [index for index in present if unit.slots[index].config.pooling != "none"]
-        num_single = sum(unit_sizes[index][0] for index in present if index not in pooled)
-        if pooled and num_single:
-            counting[at] = torch.arange(num_single, device=device)
-            bags.append(_Run(name=None, segments=[(0, num_single, 0, num_single)], first=0, last=num_single - 1))
-        start = 0
-        for index in present:
-            each, num_offsets = unit_sizes[index]
-            values.append((0, unit.num_rows[index] - 1, unit.bases[index], each))
-            name = unit.slots[index].config.name
-            (bags if index in pooled else checked).append(_offsets_of(name, each, num_offsets, start))
-            values_of[name] = slice(first_value + start, first_value + start + each)
-            start += each
-        parts.append(_lay_out_unit(unit, present, unit_sizes, first_value, first_bag))
-        first_value += start
-        first_bag = num_values + sum(run.length for run in bags)
-    runs = bags + checked
-    features: dict[str, tuple[slice, slice]] = {}
-    start = num_values
-    for run in runs:
-        if run.name is not None:
-            features[run.name] = values_of[run.name], slice(start, start + run.length)
-        start += run.length
-    segments = values + [segment for run in runs for segment in run.segments]
-    table = to_device([number for segment in segments for number in segment], device).view(-1, 4)
-    length = sum(segment[3] for segment in segments)
-    which = torch.repeat_interleave(table[:, 3], output_size=length)
-    low, high, shift = table[:, :3].t().contiguous().index_select(1, which)
-    return BatchLayout(
-        units=tuple(parts),
-        features=features,
-        low=low,
-        high=high,
-        shift=shift,
-        num_values=num_values,
-        counting=counting,
-        num_falls=sum(after.first < before.last for before, after in itertools.pairwise(runs)),
-        impossible=any(each > 0 and num_offsets == 1 for unit_sizes in sizes for each, num_offsets in unit_sizes),
-    )
+    Args:
+        units: All engines' features.
+        present: Per unit and slot, whether the batch has the feature.
+        device: Of the batch.
+    """
 
+    def __init__(self, units: Sequence[Unit], present: Sequence[Sequence[bool]], device: torch.device) -> None:
+        # Comes with fbgemm, without which the package imports, too.
+        import numpy as np
 
-def _lay_out_unit(
-    unit: Unit, present: Sequence[int], sizes: Sequence[Sizes], first_value: int, first_bag: int
-) -> UnitLayout:
-    rows: list[int] = []
-    slots_at: list[int] = []
-    mean_start = None
-    after_pooled = False
-    for index in present:
-        num_values, num_offsets = sizes[index]
-        pooling = unit.slots[index].config.pooling
-        if after_pooled:
-            rows.append(1)
-        after_pooled = pooling != "none"
-        if pooling == "mean" and mean_start is None:
-            mean_start = sum(rows)
-        slots_at.append(len(rows))
-        rows.append(num_offsets - 1 if after_pooled else num_values)
-    num_values = sum(sizes[index][0] for index in present)
-    return UnitLayout(
-        names=tuple(unit.slots[index].config.name for index in present),
-        values=slice(first_value, first_value + num_values),
-        num_values=num_values,
-        bags=slice(first_bag, first_bag + sum(rows) + 1) if after_pooled else None,
-        sizes=rows,
-        slots_at=slots_at,
-        num_outputs=sum(rows),
-        mean_start=mean_start,
-    )
+        self._device = device
+        self._parts: list[_Part] = []
+        for unit, here in zip(units, present, strict=True):
+            self._parts.append(_Part(unit, here, self._parts[-1].end if self._parts else 0))
+        self._names = [name for part in self._parts for name in part.names]
+        count = len(self._names)
+        self._first = np.array([part.first for part in self._parts for _ in part.names], dtype=np.int64)
+        runs: list[int] = []
+        """Feature; or ~unit for the bags of one id."""
+        for at, part in enumerate(self._parts):
+            runs += [~at] if part.mixed else []
+            runs += range(part.first + part.num_single, part.end)
+        self._run_order = runs + [
+            feature for part in self._parts for feature in range(part.first, part.first + part.num_single)
+        ]
+        self._num_bag_runs = len(runs)
+        starts, start = [], count
+        for run in self._run_order:
+            starts.append(start)
+            start += 3 if run >= 0 else 1
+        self._runs = np.array([run for run in self._run_order if run >= 0], dtype=np.int64)
+        self._runs_at = np.array([at for run, at in zip(self._run_order, starts, strict=True) if run >= 0])
+        self._single_at = [at for run, at in zip(self._run_order, starts, strict=True) if run < 0]
+        # Rows: low, high, shift, length.
+        self._template = np.zeros((4, start), dtype=np.int64)
+        slots = [
+            (rows - 1, base)
+            for unit, here in zip(units, present, strict=True)
+            for rows, base, taken in zip(unit.num_rows, unit.bases, here, strict=True)
+            if taken
+        ]
+        self._template[1:3, :count] = np.array(slots).reshape(count, 2).T
+        self._template[3, self._runs_at] = 1
+
+    def lay_out(self, num_values: Sequence[int], num_offsets: Sequence[int]) -> BatchLayout:
+        """The layout of a batch whose features have so many values and offsets; P of each."""
+        import numpy as np
+
+        values = np.array(num_values, dtype=np.int64)
+        offsets = np.array(num_offsets, dtype=np.int64)
+        starts = values.cumsum() - values
+        # Among the unit's values.
+        shifts = starts - starts[self._first]
+        runs, at = self._runs, self._runs_at
+        ends = values * (offsets > 1)
+        table = self._template.copy()
+        table[3, : len(values)] = values
+        table[1, at + 1] = values[runs]
+        table[0, at + 2] = table[1, at + 2] = ends[runs]
+        table[2, at] = table[2, at + 1] = table[2, at + 2] = shifts[runs]
+        table[3, at + 1] = np.maximum(offsets[runs] - 2, 0)
+        table[3, at + 2] = np.minimum(offsets[runs] - 1, 1)
+        mixed = [part for part in self._parts if part.mixed]
+        singles = [int(shifts[part.first + part.num_single]) for part in mixed]
+        for single, place in zip(singles, self._single_at, strict=True):
+            table[1, place] = table[3, place] = single
+        np.cumsum(table[3], out=table[3])
+        low, high, shift = self._expand(table)
+        total = int(table[3, len(values) - 1])
+        units, pairs = self._place(num_values, num_offsets, starts, total)
+        return BatchLayout(
+            units=units,
+            low=low,
+            high=high,
+            shift=shift,
+            num_values=total,
+            num_falls=self._count_falls(shifts, shifts + ends, singles),
+            impossible=bool((ends < values).any()),
+            pairs=pairs,
+        )
+
+    def _expand(self, table: NDArray[np.int64]) -> tuple[Tensor, ...]:
+        """(low, high, shift) per element, of segments; the last row of ``table`` says where each ends."""
+        if self._device.type == "cpu":
+            small = torch.from_numpy(table)
+        else:
+            pinned = torch.empty(table.shape, dtype=torch.int64, pin_memory=True)
+            pinned.numpy()[:] = table
+            small = pinned.to(self._device, non_blocking=True)
+        elements = torch.arange(int(table[3, -1]), device=self._device)
+        which = torch.searchsorted(small[3], elements, right=True)
+        return small[:3].index_select(1, which).unbind()
+
+    def _count_falls(self, firsts: NDArray[np.int64], lasts: NDArray[np.int64], singles: Sequence[int]) -> int:
+        """How often the last offset of a run lies above the first of the next."""
+        if not singles:
+            return int((firsts[self._runs[1:]] < lasts[self._runs[:-1]]).sum())
+        remaining = iter(singles)
+        falls, before = 0, 0
+        for run in self._run_order:
+            if run < 0:
+                single = next(remaining)
+                first, last = (0, single - 1) if single else (before, before)
+            else:
+                first, last = int(firsts[run]), int(lasts[run])
+            falls += first < before
+            before = last
+        return falls
+
+    def _place(
+        self, num_values: Sequence[int], num_offsets: Sequence[int], starts: NDArray[np.int64], total: int
+    ) -> tuple[list[UnitLayout], list[tuple[str, slice, slice]]]:
+        """Each unit's part; and each feature's."""
+        units: list[UnitLayout] = []
+        offsets_at: dict[int, int] = {}
+        at = total
+        for part in self._parts:
+            first_bag = at
+            single = sum(num_values[part.first : part.first + part.num_single])
+            sizes = list(num_values[part.first : part.first + part.num_single])
+            names_at = list(range(part.num_single))
+            mean_start = None
+            at += single if part.mixed else 0
+            for feature in range(part.first + part.num_single, part.end):
+                if feature > part.first + part.num_single:
+                    sizes.append(1)
+                if part.has_means and feature == part.first + part.num_single + part.num_sums:
+                    mean_start = at - first_bag
+                offsets_at[feature] = at
+                names_at.append(len(sizes))
+                sizes.append(num_offsets[feature] - 1)
+                at += num_offsets[feature]
+            start = int(starts[part.first]) if part.names else total
+            count = sum(num_values[part.first : part.end])
+            pooled = part.num_single < len(part.names)
+            units.append(
+                UnitLayout(
+                    names=part.names,
+                    values=slice(start, start + count),
+                    num_values=count,
+                    bags=slice(first_bag, at) if pooled else None,
+                    counting=torch.arange(single, device=self._device) if part.mixed and single else None,
+                    sizes=sizes,
+                    names_at=names_at,
+                    num_outputs=sum(sizes),
+                    mean_start=mean_start,
+                )
+            )
+        for part in self._parts:
+            for feature in range(part.first, part.first + part.num_single):
+                offsets_at[feature] = at
+                at += num_offsets[feature]
+        pairs = []
+        for feature, name in enumerate(self._names):
+            first, place = int(starts[feature]), offsets_at[feature]
+            pairs.append((name, slice(first, first + num_values[feature]), slice(place, place + num_offsets[feature])))
+        return units, pairs

@@ -9,13 +9,13 @@ and nothing was written. Only then are the ids checked again one by one, for the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gem_parallel._src.embeddings.batch_layout import ABSENT, BatchLayout, Sizes, Unit, UnitLayout, lay_out
+from gem_parallel._src.embeddings.batch_layout import BatchLayout, Structure, Unit, UnitLayout
 from gem_parallel._src.embeddings.combined_engine import CombinedEngine
 from gem_parallel._src.embeddings.config import FeatureConfig, IdPolicy
 from gem_parallel._src.embeddings.hashing import hash_ids
@@ -29,6 +29,10 @@ __all__ = ["LocalPath"]
 MAX_LAYOUTS = 4
 MAX_LAYOUT_ELEMENTS = 2**20
 """Layouts of larger batches are not kept: 24 bytes per element."""
+
+MAX_STRUCTURES = 16
+
+Kept = TypeVar("Kept")
 
 ORDER = {"none": 0, "sum": 1, "mean": 2}
 
@@ -62,7 +66,9 @@ class LocalPath:
                 self._units.append(_unit(group, engine, first))
                 self._engines.append(engine)
                 first += engine.num_tables
-        self._names = [[slot.config.name for slot in unit.slots] for unit in self._units]
+        self._names = [
+            [(slot.config.name, slot.config.pooling != "none") for slot in unit.slots] for unit in self._units
+        ]
         self._hashed = {
             slot.config.name: group.tables[slot.table].config.num_rows
             for group in groups
@@ -70,6 +76,7 @@ class LocalPath:
             if group.tables[slot.table].config.hashed
         }
         self._layouts: dict[object, BatchLayout] = {}
+        self._structures: dict[object, Structure] = {}
         self._flags: list[Flag] = []
         self._padding = {unit.dim: torch.zeros(1, unit.dim, device=device) for unit in self._units}
         self._anchor = torch.zeros(0, device=device, requires_grad=True)
@@ -80,71 +87,68 @@ class LocalPath:
         Raises:
             TypeError, ValueError: what the host can see of a bad batch.
         """
-        values: list[Tensor] = []
+        parts: list[Tensor] = []
         checked: list[Tensor] = []
         bags: list[list[Tensor]] = []
-        sizes: list[list[Sizes]] = []
+        present: list[list[bool]] = []
+        num_values: list[int] = []
+        num_offsets: list[int] = []
         int64, device, hashed = torch.int64, self._device, self._hashed
-        num_found = 0
-        for unit, names in zip(self._units, self._names, strict=True):
+        for names in self._names:
             unit_bags: list[Tensor] = []
-            unit_sizes: list[Sizes] = []
-            for slot, name in zip(unit.slots, names, strict=True):
+            for name, pooled in names:
                 pair = ids.get(name)
                 if pair is None:
-                    unit_sizes.append(ABSENT)
                     continue
                 try:
-                    each, offsets = pair
-                    (num_values,), (num_offsets,) = each.shape, offsets.shape
-                    good = each.dtype is int64 and offsets.dtype is int64 and num_offsets > 0
-                    good = good and each.device == device and offsets.device == device
+                    values, offsets = pair
+                    (count,), (offset_count,) = values.shape, offsets.shape
+                    good = values.dtype is int64 and offsets.dtype is int64 and offset_count > 0
+                    good = good and values.device == device and offsets.device == device
                 except (AttributeError, TypeError, ValueError):
                     good = False
                 if not good:
                     self._refuse(ids)
-                num_found += 1
-                values.append(hash_ids(each, hashed[name]) if name in hashed else each)
-                (checked if slot.config.pooling == "none" else unit_bags).append(offsets)
-                unit_sizes.append((num_values, num_offsets))
+                parts.append(hash_ids(values, hashed[name]) if name in hashed else values)
+                (unit_bags if pooled else checked).append(offsets)
+                num_values.append(count)
+                num_offsets.append(offset_count)
             bags.append(unit_bags)
-            sizes.append(unit_sizes)
-        if num_found != len(ids):
+            present.append([name in ids for name, _ in names])
+        if len(num_values) != len(ids):
             self._refuse(ids)
-        if not num_found:
+        if not num_values:
             return LocalBatch(layout=None, given=None, safe=None, flag=None)
-        layout = self._layout(sizes)
-        parts = values
-        for at, unit_bags in enumerate(bags):
-            counting = layout.counting.get(at)
-            parts += unit_bags if counting is None else [counting, *unit_bags]
+        layout = self._layout(present, num_values, num_offsets)
+        for unit, unit_bags in zip(layout.units, bags, strict=True):
+            parts += unit_bags if unit.counting is None else [unit.counting, *unit_bags]
         parts += checked
         given = torch.cat(parts)
         safe = torch.clamp(given, layout.low, layout.high)
-        num_values, length = layout.num_values, given.numel()
-        faults = torch.empty(2 * length - num_values - 1, dtype=torch.bool, device=device)
+        split, length = layout.num_values, given.numel()
+        faults = torch.empty(2 * length - split - 1, dtype=torch.bool, device=device)
         bad = torch.ne(safe, given, out=faults[:length])
         if self._policy == "drop":
             # A table's scratch row is the one after its last.
-            scratch = layout.high[:num_values] + 1
-            torch.where(bad[:num_values], scratch, safe[:num_values], out=safe[:num_values])
+            scratch = layout.high[:split] + 1
+            torch.where(bad[:split], scratch, safe[:split], out=safe[:split])
         safe.add_(layout.shift)
-        torch.lt(safe[num_values + 1 :], safe[num_values:-1], out=faults[length:])
+        torch.lt(safe[split + 1 :], safe[split:-1], out=faults[length:])
         flag = self._flags.pop() if self._flags else Flag(device)
         flag.send(faults.sum())
         return LocalBatch(layout=layout, given=given, safe=safe, flag=flag)
 
-    def _layout(self, sizes: list[list[Sizes]]) -> BatchLayout:
+    def _layout(self, present: list[list[bool]], num_values: list[int], num_offsets: list[int]) -> BatchLayout:
         stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
-        key = (stream, *[each for unit_sizes in sizes for each in unit_sizes])
+        names = tuple(here for unit in present for here in unit)
+        key = (stream, names, *num_values, *num_offsets)
         layout = self._layouts.pop(key, None)
         if layout is None:
-            layout = lay_out(self._units, sizes, self._device)
+            structure = self._structures.pop(names, None) or Structure(self._units, present, self._device)
+            _keep(self._structures, names, structure, MAX_STRUCTURES)
+            layout = structure.lay_out(num_values, num_offsets)
         if layout.low.numel() <= MAX_LAYOUT_ELEMENTS:
-            # The least recently used one is the first.
-            self._layouts[key] = layout
-            if len(self._layouts) > MAX_LAYOUTS:
-                del self._layouts[next(iter(self._layouts))]
+            _keep(self._layouts, key, layout, MAX_LAYOUTS)
         return layout
 
     def _refuse(self, ids: Mapping[str, tuple[Tensor, Tensor]]) -> NoReturn:
@@ -163,7 +167,7 @@ class LocalPath:
         batch.flag = batch.given = None
         if not num_faults and not layout.impossible:
             return None
-        pairs = {name: (given[values], given[offsets]) for name, (values, offsets) in layout.features.items()}
+        pairs = {name: (given[values], given[offsets]) for name, values, offsets in layout.pairs}
         return flatten_ids(pairs, self._groups, self._features, policy=self._policy, device=self._device)
 
     def read(self, batch: LocalBatch, step: int | None) -> list[Tensor]:
@@ -205,6 +209,13 @@ class LocalPath:
         return {feature.name: by_name[feature.name] for feature in self._features if feature.name in by_name}
 
 
+def _keep(kept: dict[object, Kept], key: object, value: Kept, most: int) -> None:
+    """Add a value; the first of ``kept`` is the one longest unused."""
+    kept[key] = value
+    if len(kept) > most:
+        del kept[next(iter(kept))]
+
+
 def _unit(group: Group, engine: CombinedEngine, first_table: int) -> Unit:
     mine = range(first_table, first_table + engine.num_tables)
     slots = [slot for slot in group.features if slot.table in mine]
@@ -221,7 +232,7 @@ def _unit(group: Group, engine: CombinedEngine, first_table: int) -> Unit:
 def _split(rows: Tensor, unit: UnitLayout, lengths: Tensor | None) -> tuple[Tensor, ...]:
     if lengths is None:
         parts = rows.split(unit.sizes)
-        return tuple(parts[at] for at in unit.slots_at)
+        return tuple(parts[at] for at in unit.names_at)
     start = unit.mean_start
     assert start is not None
     means = rows[start:] / lengths
@@ -230,7 +241,7 @@ def _split(rows: Tensor, unit: UnitLayout, lengths: Tensor | None) -> tuple[Tens
     for size in unit.sizes:
         found.append(rows[at : at + size] if at < start else means[at - start : at - start + size])
         at += size
-    return tuple(found[index] for index in unit.slots_at)
+    return tuple(found[index] for index in unit.names_at)
 
 
 class _Split(torch.autograd.Function):
@@ -249,7 +260,7 @@ class _Split(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
         unit: UnitLayout = ctx.unit
         parts: list[Tensor] = [ctx.padding] * len(unit.sizes)
-        for at, grad in zip(unit.slots_at, grads, strict=True):
+        for at, grad in zip(unit.names_at, grads, strict=True):
             parts[at] = ctx.padding.expand(unit.sizes[at], -1) if grad is None else grad
         total = torch.cat(parts) if len(parts) > 1 else parts[0]
         if ctx.lengths is not None:
