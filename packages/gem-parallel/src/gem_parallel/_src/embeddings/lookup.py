@@ -23,6 +23,7 @@ from gem_parallel._src.embeddings.grid import Grid
 from gem_parallel._src.embeddings.ids import FeatureIds
 from gem_parallel._src.embeddings.link import Transfer
 from gem_parallel._src.embeddings.pending import GroupRequest
+from gem_parallel._src.embeddings.segments import sum_segments
 from gem_parallel._src.embeddings.stores import (
     FusedStore,
     ReplicatedStore,
@@ -295,7 +296,7 @@ def _send_gradients(
     if route.num_unique:
         sources, index = _sources(request, grads)
         # starts has one entry more than there are distinct ids: where the dropped ones begin, which get no gradient.
-        total = F.embedding_bag(index.index_select(0, route.order), sources, route.starts, mode="sum")
+        total = sum_segments(index.index_select(0, route.order), sources, route.starts)
         total = total[: route.num_unique]
     else:
         total = torch.zeros(0, request.ids.group.dim, device=request.ids.values.device)
@@ -317,7 +318,7 @@ def _dense_gradients(request: GroupRequest, num_rows: int, grads: Sequence[Tenso
     total = torch.zeros(num_rows, dim + 1, device=request.ids.values.device)
     if local.rows.numel():
         sources, index = _sources(request, grads)
-        sums = F.embedding_bag(index.index_select(0, local.order), sources, local.starts, mode="sum")
+        sums = sum_segments(index.index_select(0, local.order), sources, local.starts)
         total[:, :dim] = sums[:num_rows]
         total[:, dim] = local.starts.diff() > 0
     return total

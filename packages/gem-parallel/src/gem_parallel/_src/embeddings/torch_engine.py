@@ -18,6 +18,7 @@ from gem_parallel._src.embeddings.config import SparseOptimizerConfig
 from gem_parallel._src.embeddings.engine import state_names
 from gem_parallel._src.embeddings.hashing import round_to_bfloat16
 from gem_parallel._src.embeddings.initial import chunk_seed
+from gem_parallel._src.embeddings.segments import sum_segments
 
 __all__ = ["TorchEngine", "needs_torch_engine"]
 
@@ -128,7 +129,7 @@ class TorchEngine:
         rows, repeats = torch.unique_consecutive(in_order, return_counts=True)
         starts = repeats.cumsum(0) - repeats
         # Not index_add_, which has no fixed order on CUDA.
-        return rows, F.embedding_bag(order, grad.contiguous(), starts, mode="sum")
+        return rows, sum_segments(order, grad.contiguous(), starts)
 
     @torch.no_grad()
     def square(self, grad: Tensor) -> Tensor:
