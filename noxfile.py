@@ -34,6 +34,8 @@ MYPY_TARGETS = [str(path / "src") for path in PACKAGE_DIRS]
 CPU_EXTRAS = ("cpu", "recipes")
 CI_SESSIONS = ("lint", "typecheck", "imports", "tests", "compile", "integration", "tests_dist", "build")
 INTERPRETED = {"TRITON_INTERPRET": "1"}
+# Benchmarks that need what no other session installs; a session of the same name runs each.
+OWN_ENVIRONMENT = ("bench_torchrec.py",)
 
 nox.options.sessions = ["ci"]
 nox.options.error_on_missing_interpreters = True
@@ -93,17 +95,25 @@ def shared_python(session: nox.Session) -> str:
     requirements = [*GROUPS["cpu"], *GROUPS["tools"]]
     for path in PACKAGE_DIRS:
         requirements += ["-e", f"{path}{extras(path)}"]
-    inputs = [sys.version, *requirements, *((path / "pyproject.toml").read_text() for path in PACKAGE_DIRS)]
+    return kept_environment(session, SHARED, requirements)
+
+
+def kept_environment(session: nox.Session, path: Path, requirements: list[str], bare: list[str] | None = None) -> str:
+    """The Python of an environment at `path`, built when its inputs have changed; `bare` comes without dependencies."""
+    bare = bare or []
+    inputs = [sys.version, *requirements, *bare, *((each / "pyproject.toml").read_text() for each in PACKAGE_DIRS)]
     digest = hashlib.sha256("\n".join(inputs).encode()).hexdigest()
-    stamp = SHARED / "gem-stamp"
+    stamp = path / "gem-stamp"
     if not stamp.exists() or stamp.read_text() != digest:
         start = time.perf_counter()
-        new_environment(session, SHARED, requirements)
+        python = new_environment(session, path, requirements)
+        if bare:
+            session.run(str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps", *bare)
         stamp.write_text(digest)
         seconds = time.perf_counter() - start
         _timings.append(("(environment, in the next)", seconds, "ok"))
-        session.log(f"built {SHARED.relative_to(ROOT)} in {seconds:.0f} s")
-    return str(SHARED / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
+        session.log(f"built {path.relative_to(ROOT)} in {seconds:.0f} s")
+    return str(path / ("Scripts/python.exe" if os.name == "nt" else "bin/python"))
 
 
 def environment(session: nox.Session, **variables: str) -> dict[str, str]:
@@ -229,7 +239,8 @@ def integration_gpu(session: nox.Session) -> None:
 @nox.parametrize("package", PACKAGES)
 def bench(session: nox.Session, package: str) -> None:
     """A package's benchmarks, one process each; arguments after `--` reach every one."""
-    scripts = sorted((ROOT / "packages" / package / "benchmarks").glob("bench_*.py"))
+    folder = ROOT / "packages" / package / "benchmarks"
+    scripts = sorted(path for path in folder.glob("bench_*.py") if path.name not in OWN_ENVIRONMENT)
     if not scripts:
         session.log(f"{package} has no benchmark")
     for script in scripts:
@@ -241,6 +252,23 @@ def bench_multi_gpu(session: nox.Session) -> None:
     """Correctness, collectives, scaling and prediction on all visible GPUs; `-- --device cpu` tries it without one."""
     script = str(ROOT / "benchmarks" / "bench_multi_gpu.py")
     session.run(shared_python(session), script, *posargs(session), env=environment(session))
+
+
+@gem_session(tags=["bench"])
+def torchrec(session: nox.Session) -> None:
+    """Tables beside torchrec's on the CPU: the same results, then times; arguments after `--` reach the benchmark."""
+    if active(session):
+        python = sys.executable
+    else:
+        requirements = [*GROUPS["cpu"], *GROUPS["torchrec"], "-e", f"{ROOT / 'packages' / 'gem-parallel'}[cpu]"]
+        # torchrec asks for the build of fbgemm for CUDA, and for metrics that its tables do not use.
+        python = kept_environment(session, SHARED.with_name("torchrec"), requirements, GROUPS["torchrec-alone"])
+    env = environment(session, OMP_NUM_THREADS="1")
+    session.run(
+        python, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), f"--rootdir={ROOT}", "tests/torchrec", env=env
+    )
+    script = ROOT / "packages" / "gem-parallel" / "benchmarks" / "bench_torchrec.py"
+    session.run(python, str(script), *posargs(session), env=env)
 
 
 # ---------------------------------------------------------------- release checks
