@@ -9,13 +9,13 @@ device. The counts fix the size of every later transfer of the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from gem_parallel._src.embeddings.grid import Grid
-from gem_parallel._src.embeddings.ids import NUM_SUMMARY, BatchIds, BatchReport, GroupIds, summarise
+from gem_parallel._src.embeddings.ids import NUM_SUMMARY, BatchIds, BatchReport, GroupIds, join_bags, summarise
 from gem_parallel._src.embeddings.layout import Group
 from gem_parallel._src.embeddings.link import Transfer
 from gem_parallel._src.embeddings.pending import GroupRequest, ReplicaRoute, Route
@@ -131,7 +131,9 @@ class Exchanger:
         for ids, plan, each in zip(batch.groups, self._plans, found, strict=True):
             if each is None:
                 local = order_locally(ids, plan)
-                requests.append(GroupRequest(ids=ids, rows=ids.values[:0], counts=[0] * plan.num_tables, local=local))
+                nothing = [0] * plan.num_tables
+                bags = join_bags(ids.features)
+                requests.append(GroupRequest(ids=ids, rows=ids.values[:0], counts=nothing, local=local, bags=bags))
                 continue
             shape = (grid.num_shards, plan.num_tables, plan.num_replicas)
             width = plan.num_tables * plan.num_replicas
@@ -219,7 +221,8 @@ class Exchanger:
             receive_splits=receive_splits,
             by_table=block_order(counts, (1, 0), self._device) if plan.num_replicas == 1 else None,
         )
-        return GroupRequest(ids=ids, rows=rows, counts=counts.sum(0).tolist(), route=route), work
+        bags = join_bags(ids.features)
+        return GroupRequest(ids=ids, rows=rows, counts=counts.sum(0).tolist(), route=route, bags=bags), work
 
     def _with_replicas(self, request: GroupRequest, got: Tensor, theirs: Tensor) -> GroupRequest:
         """Add the way from owner to slice: ``got`` (L, T, M) rows came here, ``theirs`` (M, L, T) stay here."""
@@ -230,6 +233,4 @@ class Exchanger:
             from_slices=block_order(theirs, (2, 1, 0), self._device),
             counts=theirs.sum((0, 1)).tolist(),
         )
-        return GroupRequest(
-            ids=request.ids, rows=request.rows, counts=request.counts, route=request.route, replicas=route
-        )
+        return replace(request, replicas=route)

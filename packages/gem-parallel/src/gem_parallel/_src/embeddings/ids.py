@@ -17,7 +17,7 @@ from gem_parallel._src.embeddings.hashing import hash_ids
 from gem_parallel._src.embeddings.layout import FeatureSlot, Group
 from gem_parallel._src.embeddings.transfer import to_device
 
-__all__ = ["NUM_SUMMARY", "BatchIds", "BatchReport", "GroupIds", "flatten_ids", "summarise"]
+__all__ = ["NUM_SUMMARY", "BatchIds", "BatchReport", "FeatureIds", "GroupIds", "flatten_ids", "join_bags", "summarise"]
 
 NUM_SUMMARY = 4
 """Leading numbers of ``BatchIds.summary``."""
@@ -36,6 +36,14 @@ class FeatureIds:
     @property
     def num_bags(self) -> int:
         return self.offsets.numel() - 1
+
+    @property
+    def pooled(self) -> bool:
+        return self.slot.config.pooling != "none"
+
+    @property
+    def num_outputs(self) -> int:
+        return self.num_bags if self.pooled else self.end - self.start
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,6 +210,24 @@ def _check_values(group_ids: GroupIds, summary: Tensor, policy: IdPolicy) -> Gro
         # num_rows is the scratch row of one rank's table, and marks a dropped id before an exchange
         values = torch.where(bad, limit, values)
     return GroupIds(group=group_ids.group, values=values, features=features, counts=group_ids.counts)
+
+
+def join_bags(features: Sequence[FeatureIds]) -> Tensor | None:
+    """Offsets of the bags of a group's features, one after the other, into the group's ids; None if all are unpooled.
+
+    An unpooled feature has bags of one id. Between two features there is one empty bag more. The offsets are good ones.
+    """
+    if not any(feature.pooled for feature in features):
+        return None
+    if len(features) == 1:
+        return features[0].offsets
+    longest = max((feature.num_outputs for feature in features if not feature.pooled), default=None)
+    device = features[0].offsets.device
+    counting = torch.empty(0) if longest is None else torch.arange(longest + 1, device=device)
+    parts = [feature.offsets if feature.pooled else counting[: feature.num_outputs + 1] for feature in features]
+    # From one feature's end to the next one's 0 the run falls, which makes the empty bag.
+    lengths = torch.cat(parts).diff().clamp_(min=0)
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 def _rows_of(group_ids: GroupIds) -> list[int]:

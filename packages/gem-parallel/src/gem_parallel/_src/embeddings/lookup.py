@@ -138,10 +138,10 @@ class Assemble(torch.autograd.Function):
             blocks = list(zip(flight.blocks, rows[first : first + len(flight.blocks)], strict=True))
             first += len(flight.blocks)
             if flight.transfer is not None:
-                outputs += _routed_outputs(flight.request, flight.transfer.wait())
+                assert flight.request.route is not None
+                outputs += _joint_outputs(flight.request, flight.transfer.wait(), flight.request.route.inverse)
             elif flight.found is not None:
-                block = RowBlock(group=0, first_table=0, num_tables=len(flight.request.counts), start=0)
-                outputs += _local_outputs(flight.request, [(block, flight.found)])
+                outputs += _joint_outputs(flight.request, flight.found, None)
             else:
                 outputs += _local_outputs(flight.request, blocks)
         return tuple(outputs)
@@ -219,18 +219,24 @@ def _covers(block: RowBlock, feature: FeatureIds) -> bool:
     return block.first_table <= feature.slot.table < block.first_table + block.num_tables
 
 
-def _routed_outputs(request: GroupRequest, distinct: Tensor) -> list[Tensor]:
-    """Outputs from the distinct rows (U + 1, dim), the last one zero."""
-    route = request.route
-    assert route is not None
-    outputs = []
-    for feature in request.ids.features:
-        index = route.inverse[feature.start : feature.end]
-        if feature.slot.config.pooling == "none":
-            outputs.append(distinct.index_select(0, index))
-        else:
-            outputs.append(_pool(distinct, index, feature))
-    return outputs
+def _joint_outputs(request: GroupRequest, rows: Tensor, index: Tensor | None) -> list[Tensor]:
+    """Outputs from ``rows[index]``, one row per value; ``index`` None is all rows in order."""
+    features = request.ids.features
+    sizes = [feature.num_outputs for feature in features]
+    if request.bags is None:
+        found = rows if index is None else rows.index_select(0, index)
+        return list(found.split(sizes)) if features else []
+    sizes = [size for each in sizes for size in (each, 1)][:-1]
+    if request.ids.values.numel() == 0:
+        total = rows.new_zeros(sum(sizes), rows.shape[1])
+    else:
+        index = torch.arange(rows.shape[0], device=rows.device) if index is None else index
+        total = F.embedding_bag(index, rows, request.bags, mode="sum", include_last_offset=True)
+    parts = total.split(sizes)[::2]
+    return [
+        _scaled(part, feature, feature.offsets.diff()) if feature.slot.config.pooling == "mean" else part
+        for part, feature in zip(parts, features, strict=True)
+    ]
 
 
 def _bag_of_value(feature: FeatureIds) -> tuple[Tensor, Tensor]:
@@ -268,23 +274,32 @@ def _local_gradients(
     return found
 
 
-def _sources(request: GroupRequest, grads: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-    """Gradients of all bags and values of a batch (S, dim), and which of them each value gets (N,)."""
+def _sources(request: GroupRequest, grads: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    """Gradients of all outputs of a batch (S, dim), and which of them each value gets (N,); None if each its own."""
     device, dim = request.ids.values.device, request.ids.group.dim
-    sources, index, base = [], [], 0
+    nothing = torch.zeros(1, dim, device=device)
+    sources: list[Tensor] = []
     for feature, grad in zip(request.ids.features, grads, strict=True):
-        num_ids = feature.end - feature.start
-        pooled = feature.slot.config.pooling != "none"
-        size = feature.num_bags if pooled else num_ids
-        if pooled:
-            lengths, bag = _bag_of_value(feature)
-            index.append(bag + base)
-            sources.append(torch.zeros(size, dim, device=device) if grad is None else _scaled(grad, feature, lengths))
-        else:
-            index.append(torch.arange(base, base + num_ids, device=device))
-            sources.append(torch.zeros(size, dim, device=device) if grad is None else grad)
-        base += size
-    return torch.cat(sources), torch.cat(index)
+        if sources and request.bags is not None:
+            # Of the empty bag between two features.
+            sources.append(nothing)
+        if grad is None:
+            grad = nothing.expand(feature.num_outputs, -1)
+        elif feature.slot.config.pooling == "mean":
+            grad = _scaled(grad, feature, feature.offsets.diff())
+        sources.append(grad)
+    if request.bags is None:
+        return torch.cat(sources), None
+    lengths = request.bags.diff()
+    bags = torch.arange(lengths.numel(), device=device)
+    return torch.cat(sources), torch.repeat_interleave(bags, lengths, output_size=request.ids.values.numel())
+
+
+def _sum_sorted(request: GroupRequest, grads: Sequence[Tensor | None], order: Tensor, starts: Tensor) -> Tensor:
+    """Sums of the values' gradients over runs of ``order``."""
+    sources, index = _sources(request, grads)
+    index = order if index is None else index.index_select(0, order)
+    return sum_segments(index, sources, starts)
 
 
 def _send_gradients(
@@ -294,10 +309,8 @@ def _send_gradients(
     route = request.route
     assert route is not None
     if route.num_unique:
-        sources, index = _sources(request, grads)
         # starts has one entry more than there are distinct ids: where the dropped ones begin, which get no gradient.
-        total = sum_segments(index.index_select(0, route.order), sources, route.starts)
-        total = total[: route.num_unique]
+        total = _sum_sorted(request, grads, route.order, route.starts)[: route.num_unique]
     else:
         total = torch.zeros(0, request.ids.group.dim, device=request.ids.values.device)
     return RowTransfer(
@@ -317,9 +330,7 @@ def _dense_gradients(request: GroupRequest, num_rows: int, grads: Sequence[Tenso
     dim = request.ids.group.dim
     total = torch.zeros(num_rows, dim + 1, device=request.ids.values.device)
     if local.rows.numel():
-        sources, index = _sources(request, grads)
-        sums = sum_segments(index.index_select(0, local.order), sources, local.starts)
-        total[:, :dim] = sums[:num_rows]
+        total[:, :dim] = _sum_sorted(request, grads, local.order, local.starts)[:num_rows]
         total[:, dim] = local.starts.diff() > 0
     return total
 

@@ -79,6 +79,8 @@ class GroupRequest:
     replicas: ReplicaRoute | None = None
     local: LocalOrder | None = None
     """Of a replicated group. All three are None in one process."""
+    bags: Tensor | None = None
+    """``join_bags`` of the features, over several ranks."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,6 +130,7 @@ class Pending:
             layout, given, safe = self.local.layout, self.local.given, self.local.safe
             found += [each for each in (layout.low, given, safe) if each is not None]
         for request in self.requests:
+            found += [] if request.bags is None else [request.bags]
             found += [request.rows, request.ids.values, *(feature.offsets for feature in request.ids.features)]
             if request.route is not None:
                 found += [request.route.inverse, request.route.order, request.route.starts]
