@@ -334,6 +334,13 @@ def demo(session: nox.Session) -> None:
     gem_command(session, "train", "ml-latest-small", "--out", "runs/demo", *posargs(session))
 
 
+@gem_session()
+def example(session: nox.Session) -> None:
+    """Train on 1 and on 8 CPU processes to the same curve, on all five axes; arguments after `--` follow."""
+    script = str(ROOT / "examples" / "same_curve.py")
+    session.run(shared_python(session), script, *posargs(session), env=environment(session, OMP_NUM_THREADS="1"))
+
+
 @nox.session(venv_backend="none")
 def ci(session: nox.Session) -> None:
     """Everything a machine without a GPU can check, then a table of times."""

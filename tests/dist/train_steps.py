@@ -1,7 +1,7 @@
 """One rank of a short training run of the whole tiny model: FSDP2, sharded tables, clipping. Started by the tests.
 
-Arguments: where to write, placement of the tables, number of steps. The first rank writes the full dense weights, the full tables
-and the loss of each step.
+Arguments: where to write, placement of the tables, number of steps. The first rank writes the full dense weights, the
+full tables and the loss of each step.
 """
 
 import os

@@ -13,6 +13,7 @@ def test_public_names_are_pinned() -> None:
         "Evaluation",
         "NonFiniteError",
         "RunLog",
+        "SampleBalancer",
         "TrainResult",
         "Trainer",
         "TrainerConfig",

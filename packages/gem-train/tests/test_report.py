@@ -32,7 +32,14 @@ def task_metrics(noise: float, seed: int, curve_points: int = 0) -> dict[str, An
     return metrics.compute(curve_points=curve_points)
 
 
-def write_run(run_dir: Path, *, noise: float = 0.2, device_peak: float | None = 989e12, **config: Any) -> Path:
+def write_run(
+    run_dir: Path,
+    *,
+    noise: float = 0.2,
+    device_peak: float | None = 989e12,
+    balance: str | None = "exchange",
+    **config: Any,
+) -> Path:
     """Twenty logging intervals, five validations and a test, with every kind of key."""
     base = {
         "run": run_dir.name,
@@ -72,6 +79,11 @@ def write_run(run_dir: Path, *, noise: float = 0.2, device_peak: float | None = 
                 tasks={"like": task_metrics(spread, k), "favourite": task_metrics(spread, 100 + k)},
                 time={"data": 0.1, "embedding": 0.2, "forward": 0.5, "backward": 0.9, "optimizer": 0.2, "eval": 0.05},
                 flops={"towers.history": 3e9, "interaction": 1e9, "heads": 1e7}, memory_bytes=3 * 2**30,
+                balance=balance and {
+                    "mode": balance, "ratio": 1.01 + 0.001 * (k == 7), "ratio_as_read": 1.25, "moved": 20,
+                    "heaviest_rank": 1, "heaviest_samples": 9,
+                    "dearest": [{"lengths": {"history": 2698}, "share": 0.5}],
+                },
             )  # fmt: skip
             if k % 4 == 0:
                 log.write(
@@ -145,9 +157,26 @@ def test_full_report(tmp_path: Path) -> None:
     assert f"{100 * 2e9 * 1_024 * 50 / 2 / (2 * 989e12):.2f} %" in page.text
     assert page.headings == [
         "Result", "Against reference predictors (task like, test)", "Learning", "Calibration", "Throughput",
-        "Where the time went", "Where the model's FLOPs are", "Model and layout", "Precision", "Details",
+        "Where the time went", "Where the model's FLOPs are", "Model and layout", "Precision", "Balance of the ranks",
+        "Details",
     ]  # fmt: skip
     assert html.count("<svg") == 5, "loss, NE, AUC and a calibration plot per task"
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [("exchange", "moved between the ranks"), ("reader", "dealt by length"), ("none", "as they come")],
+)
+def test_the_heaviest_rank_is_named_with_the_reason(tmp_path: Path, mode: str, words: str) -> None:
+    page = Page(write_report(write_run(tmp_path / "demo", balance=mode)).read_text(encoding="utf-8"))
+    for part in (words, "step 350: 1.011", "rank 1 with 9 samples", "history of 2,698 events: 50"):
+        assert part in page.text, part
+    assert ("the same without moving 1.250" in page.text) == (mode == "exchange")
+
+
+def test_one_rank_has_no_balance(tmp_path: Path) -> None:
+    page = Page(write_report(write_run(tmp_path / "demo", balance=None)).read_text(encoding="utf-8"))
+    assert "Balance of the ranks" not in page.headings
 
 
 def test_page_needs_nothing_else(tmp_path: Path) -> None:

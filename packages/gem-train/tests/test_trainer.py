@@ -41,6 +41,9 @@ class ToyTables:
     def exchange(self, ids: Mapping[str, tuple[Tensor, Tensor]]) -> Any:
         return ids
 
+    def start_lookup(self, pending: Any) -> None:
+        """Rows are at hand: nothing to start."""
+
     def lookup(self, pending: Any) -> dict[str, Tensor]:
         return {name: self._pooled(name, *pending[name]) for name in self.features}
 
@@ -411,6 +414,66 @@ def test_feed_state_is_that_of_the_batch_given(events: EventLog) -> None:
         assert staged.source_state["next_sample"] == 64 * (k + 1)
     assert feed.next() is None
     assert feed.next() is None
+
+
+def test_feed_ahead_is_what_next_gives(events: EventLog) -> None:
+    source = EventSource(events, "train", global_batch_size=64, seed=1)
+    feed = Feed(source, embeddings=ToyTables({}, {}), world=World(), timer=PhaseTimer(torch.device("cpu")), limit=2)
+    first = feed.next()
+    assert source.state_dict()["next_sample"] == 64, "nothing is read before it is asked for"
+    second = feed.ahead()
+    assert feed.ahead() is second
+    assert feed.next() is second
+    assert not torch.equal(first.batch.sample_index, second.batch.sample_index)
+    assert feed.ahead() is None
+    assert feed.next() is None
+
+
+class Recorder(ToyTables):
+    """Tables that write down what is asked of them, batches by number."""
+
+    def __init__(self, rows: Mapping[str, int], features: Mapping[str, str], calls: list[Any]) -> None:
+        super().__init__(rows, features)
+        self.calls = calls
+        self.count = 0
+
+    def exchange(self, ids: Mapping[str, tuple[Tensor, Tensor]]) -> Any:
+        self.calls.append(("exchange", self.count))
+        self.count += 1
+        return self.count - 1, ids
+
+    def start_lookup(self, pending: Any) -> None:
+        self.calls.append(("start", pending[0], self.learning_rate))
+
+    def lookup(self, pending: Any) -> dict[str, Tensor]:
+        self.calls.append(("lookup", pending[0]))
+        found = super().lookup(pending[1])
+        if torch.is_grad_enabled():
+            found["topics"].register_hook(lambda _: self.calls.append(("update", pending[0])))
+        return found
+
+
+def test_ids_leave_before_backward_and_rows_after_it(events: EventLog, tmp_path: Path) -> None:
+    """The next lookup starts with its own rate, and not before a checkpoint or an evaluation."""
+    config = dataclasses.replace(CONFIG, max_steps=6, eval_interval=2, checkpoint_interval=3)
+    plain = make_trainer(events, config, checkpointer=Checkpointer(tmp_path / "plain"))
+    plain.run()
+    trainer = make_trainer(events, config, checkpointer=Checkpointer(tmp_path / "recorded"))
+    calls: list[Any] = []
+    tables = Recorder({table.name: table.num_rows for table in events.tables}, trainer.embeddings.features, calls)
+    trainer.embeddings = trainer._train_step._embeddings = tables
+    step, optimizer = trainer._train_step, trainer._optimizer
+    optimizer.register_step_post_hook(lambda *_: calls.append("optimizer"))
+    trainer._eval_sources = {}
+    trainer.run()
+    rate = [20.0 * step._schedule(k) for k in range(6)]
+    expected: list[Any] = [("exchange", 0)]
+    for k in range(6):
+        following = [("exchange", k + 1)] if k < 5 else []
+        starts = [("start", k + 1, rate[k + 1])] if k in (0, 4) else []
+        expected += [("lookup", k), *following, ("update", k), *starts, "optimizer"]
+    assert calls == expected
+    assert_same(weights(trainer), weights(plain))
 
 
 def test_feed_of_an_empty_source_ends_at_once() -> None:

@@ -2,6 +2,7 @@
 
 from gem_train import data, protocols
 from gem_train._version import __version__
+from gem_train.balance import SampleBalancer
 from gem_train.checkpoint import Checkpointer
 from gem_train.config import TrainerConfig
 from gem_train.errors import CheckpointError, ConfigError, NonFiniteError
@@ -20,6 +21,7 @@ __all__ = [
     "Evaluation",
     "NonFiniteError",
     "RunLog",
+    "SampleBalancer",
     "TrainResult",
     "Trainer",
     "TrainerConfig",

@@ -60,6 +60,7 @@ def evaluate(
             while (staged := feed.next()) is not None:
                 outputs = model(staged.batch, embeddings.lookup(staged.pending))
                 loss += model.loss(outputs, staged.batch).total.double()  # type: ignore[operator]
+                feed.ahead()
                 num_samples += staged.num_samples
                 for task, logits in outputs.items():
                     state = metrics.setdefault(task, BinaryMetrics(world.device))

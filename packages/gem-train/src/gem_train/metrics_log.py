@@ -16,7 +16,10 @@ phase "train": one line per logging interval, its values over that interval.
     weighted loss per sample. samples_per_second. flops_per_second: model FLOPs, of all ranks. flops_per_sample.
     mfu. learning_rate. grad_norm. tasks: task name to metrics, as below. time: seconds of the interval by cause:
     {"data", "embedding", "forward", "backward", "optimizer", "checkpoint", "eval", "other"}. flops: module to
-    forward FLOPs of the interval. memory_bytes: peak device memory of the rank with most.
+    forward FLOPs of the interval. memory_bytes: peak device memory of the rank with most. balance: of the interval's
+    last step over several ranks, else null: {"mode": "reader", "exchange" or "none", "ratio": work of the heaviest rank
+    over the mean, "ratio_as_read": before samples moved, "moved": samples, "heaviest_rank", "heaviest_samples": its
+    number of samples, "dearest": list of {"lengths": sequence to events, "share": of the rank's work}}.
 phase "validation" | "test": one line per evaluation. That of the test split is the last line of a finished run.
     step, samples (trained up to the weights that are scored), seconds, num_samples (evaluated), loss. ne, auc,
     calibration: of the first task. samples_per_second: of training, median of the "train" lines of this process.

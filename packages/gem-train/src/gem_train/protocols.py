@@ -105,6 +105,12 @@ class EmbeddingModule(Protocol):
     def exchange(self, ids: Mapping[str, tuple[Tensor, Tensor]]) -> Any:
         """Start moving ids to their owners; may run one batch ahead of ``lookup``."""
 
+    def start_lookup(self, pending: Any) -> None:
+        """Start moving the batch's rows, once the backward of the batch before is done; ``lookup`` then waits for them.
+
+        May do nothing. The learning rate of the batch's update is the one set before.
+        """
+
     def lookup(self, pending: Any) -> dict[str, Tensor]:
         """Feature -> (num_bags, dim) for pooled features, (N, dim) for unpooled ones; differentiable."""
 

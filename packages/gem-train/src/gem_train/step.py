@@ -80,12 +80,22 @@ class TrainStep:
         """Dense learning rate of the step with this index."""
         return self._config.learning_rate * self._schedule(step)
 
-    def __call__(self, step: int, staged: Staged) -> StepResult:
+    def __call__(
+        self,
+        step: int,
+        staged: Staged,
+        *,
+        ahead: Callable[[], Staged | None] = lambda: None,
+        look_up_ahead: bool = True,
+    ) -> StepResult:
         """Does the step with this index.
 
         Args:
             step: Index from 0.
             staged: The batch.
+            ahead: Stages the next batch, such as `Feed.ahead`; called between forward and backward.
+            look_up_ahead: Read the next batch's rows, which travel during the dense optimizer's step. Not before a
+                checkpoint or an evaluation, which must find the tables between two steps.
 
         Returns:
             Logits, loss and gradient norm, detached.
@@ -103,8 +113,15 @@ class TrainStep:
             outputs: dict[str, Tensor] = self._model(staged.batch, embeddings)
             loss: Any = self._model.loss(outputs, staged.batch)  # type: ignore[operator]
         self.guard.observe("the loss", loss.total)
+        # On CUDA, forward is enqueued and backward is not: the host waits for the next ids while the device computes.
+        following = ahead()
         with self._timer("backward"):
             (loss.total / max(1, staged.num_samples)).backward()
+        if following is not None and look_up_ahead:
+            with self._timer("embedding"):
+                # The tables are updated; what is looked up now is updated with the next step's rate.
+                self._embeddings.set_learning_rate(self._sparse_learning_rate * self._schedule(step + 1))
+                self._embeddings.start_lookup(following.pending)
         with self._timer("optimizer"):
             self.guard.inspect_parameters()
             max_norm = self._config.max_grad_norm if self._config.max_grad_norm > 0 else float("inf")

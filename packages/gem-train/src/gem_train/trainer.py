@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gem_train import rng
+from gem_train.balance import SampleBalancer, balance_record
 from gem_train.checkpoint import Checkpointer
 from gem_train.config import TrainerConfig
 from gem_train.errors import CheckpointError
@@ -64,6 +65,7 @@ class Trainer:
         progress: Progress | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         device_name: str = "cpu",
+        balancer: SampleBalancer | None = None,
     ) -> None:
         """Binds the parts of a run; nothing is read or written yet.
 
@@ -82,6 +84,7 @@ class Trainer:
             progress: What a person sees.
             should_stop: Asked before each step on every rank; true ends the run after a checkpoint.
             device_name: Name of the device, for the MFU.
+            balancer: Spreads the samples of each step over the ranks, and says how even they are; None reports nothing.
 
         Raises:
             ValueError: if an argument and the configuration do not fit together.
@@ -114,6 +117,7 @@ class Trainer:
         self._progress: Progress = progress or SilentProgress()
         self._should_stop = should_stop
         self._device_name = device_name
+        self._balancer = balancer
         self._timer = PhaseTimer(self._world.device)
         self._recorded_step = 0
         self._rates: list[float] = []
@@ -159,12 +163,13 @@ class Trainer:
             timer=self._timer,
             limit=self.total_steps - self.step,
             should_stop=stop,
+            balance=self._balancer or (lambda batch: batch),
         )
         self.model.train()
         try:
             self._timer.sample(on=True)
             while (staged := feed.next()) is not None:
-                self._one_step(staged)
+                self._one_step(staged, feed)
         finally:
             feed.close()
         reason = "finished"
@@ -260,16 +265,23 @@ class Trainer:
         self.embeddings.load_state_dict(_strip(tensors, "embeddings."))
         self.step, self.samples = int(state["step"]), int(state["samples"])
 
-    def _one_step(self, staged: Staged) -> None:
+    def _one_step(self, staged: Staged, feed: Feed) -> None:
         self._window.add_flops(self.model.flops(staged.host_batch))  # type: ignore[operator]
-        result = self._train_step(self.step, staged)
+        following = self.step + 1
+        balance: dict[str, Any] | None = None
+        if self._balancer is not None and following % self.config.log_interval == 0:
+            # Before the next batch is staged, whose report would take this one's place.
+            report = self._balancer.report(staged.host_batch)
+            balance = balance_record(self._balancer.mode, report, tuple(staged.host_batch.sequences))
+        pauses = _due(following, self.config.eval_interval) or _due(following, self.config.checkpoint_interval)
+        result = self._train_step(self.step, staged, ahead=feed.ahead, look_up_ahead=not pauses)
         self.step += 1
         self.samples += staged.num_samples
         self._source_state = staged.source_state
         self._window.add(result, staged.batch.labels, staged.num_samples)
         interval = self.config.log_interval
         if self.step % interval == 0:
-            self._record()
+            self._record(balance)
         self._progress.step(self.step)
         if _due(self.step, self.config.eval_interval) and self.step < self.total_steps:
             self._validate()
@@ -314,8 +326,8 @@ class Trainer:
     def _evaluate_test(self) -> dict[str, Evaluation]:
         return {split: self.evaluate(split) for split in self._eval_sources if split != "validation"}
 
-    def _record(self) -> None:
-        """Merges the window over the ranks and writes it."""
+    def _record(self, balance: dict[str, Any] | None = None) -> None:
+        """Merges the window over the ranks and writes it, with how even its last step was."""
         window = self._window.close()
         mfu = self._mfu(window)
         rate = window.samples / window.seconds
@@ -340,6 +352,7 @@ class Trainer:
                 "time": phases,
                 "flops": window.flops_by_module,
                 "memory_bytes": self._peak_memory(),
+                "balance": balance,
             },
         )
         ne = next(iter(window.tasks.values()))["ne"]

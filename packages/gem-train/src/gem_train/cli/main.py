@@ -124,7 +124,9 @@ def _add_train(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser.add_argument("--data", metavar="DIR", help="directory of the data (default: that of the recipe)")
     parser.add_argument("--out", metavar="DIR", help="directory of the run (default: runs/RECIPE[-PRECISION])")
     parser.add_argument(
-        "--precision", choices=("fp32", "bf16", "mxfp8"), help="precision of the dense layers (default: fp32)"
+        "--precision",
+        choices=("fp32", "bf16", "bf16_activations", "mxfp8"),
+        help="precision of the dense layers (default: fp32)",
     )
     _add_layout(parser)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")

@@ -111,6 +111,7 @@ def _train(
             progress=progress,
             should_stop=lambda: bool(stopped),
             device_name=_device_name(world.device),
+            balancer=parts.balancer,
         )
         if first is not None:
             trainer.resume(first)

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gem_model import RankingModel
-from gem_parallel import FeatureConfig, ParallelDims, ShardedEmbeddings, TableConfig, clip_grad_norm_
+from gem_model import RankingModel, random_batch
+from gem_parallel import FeatureConfig, LengthCost, ParallelDims, ShardedEmbeddings, TableConfig, clip_grad_norm_
 from gem_train import rng
+from gem_train.balance import SampleBalancer
 from gem_train.data import EventLog, EventSource
 from gem_train.data.log import Split
 from gem_train.recipes.parallel import spread
@@ -37,6 +38,8 @@ class Parts(NamedTuple):
     """Global gradient norm over the mesh."""
     dims: ParallelDims
     """The axes over the ranks."""
+    balancer: SampleBalancer | None
+    """Spreads the samples of a step over the ranks; None with one."""
     num_parameters: dict[str, int]
     """Of the whole "dense" model and of all "sparse" tables, whatever a rank holds."""
 
@@ -83,6 +86,7 @@ def build(config: RunConfig, log: EventLog, world: World, *, precision: str = "f
         {"validation": source("validation"), "test": source("test")},
         clip,
         dims,
+        build_balancer(config, log, world) if world.size > 1 else None,
         num_parameters,
     )
 
@@ -102,6 +106,36 @@ def build_model(config: RunConfig, device: torch.device, precision: str) -> nn.M
     from gem_precision import convert, get_recipe  # not needed, and so not required, in fp32
 
     return convert(model, get_recipe(precision))
+
+
+def build_balancer(config: RunConfig, log: EventLog, world: World) -> SampleBalancer:
+    """What spreads the samples of a step, by the model's own FLOPs as a function of their lengths.
+
+    Args:
+        config: The settings.
+        log: The data.
+        world: The ranks.
+    """
+    multi_valued = [feature.name for feature in log.features if feature.multi_valued]
+    return SampleBalancer(_cost(config), world, mode=config.data.balance, multi_valued=multi_valued)
+
+
+def _cost(config: RunConfig) -> LengthCost:
+    """FLOPs of a sample from the lengths of its histories."""
+    names = [tower.name for tower in config.model.sequences]
+    if not names:
+        return LengthCost(constant=1.0)
+    with torch.device("meta"):
+        model = RankingModel(config.model)
+    # One history at a time, the others empty.
+    points = [max(config.data.max_history, 8) * step // 8 for step in range(9)]
+    probes = [{name: length if name == varied else 0 for name in names} for varied in names for length in points]
+    flops = [
+        float(model.flops(random_batch(config.model, 1, lengths={n: [k] for n, k in probe.items()})[0]).total)
+        for probe in probes
+    ]
+    lengths = {name: torch.tensor([probe[name] for probe in probes]) for name in names}
+    return LengthCost.fit(lengths, torch.tensor(flops, dtype=torch.float64))
 
 
 def describe_layers(model: nn.Module, precision: str) -> tuple[dict[str, Any], ...]:

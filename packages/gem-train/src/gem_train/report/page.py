@@ -43,6 +43,7 @@ def write_report(
         sections.calibration(run),
         sections.throughput(run),
         sections.layout(run),
+        sections.balance(run),
         sections.details(run),
     )
     page = (

@@ -264,6 +264,40 @@ def layout(run: Run) -> Raw:
     return Raw("".join(out))
 
 
+def balance(run: Run) -> Raw:
+    """How even the ranks' work was, and what made the heaviest rank heavy."""
+    lines = [line for line in run.train if line.get("balance")]
+    if not lines:
+        return Raw("")
+    names = {
+        "reader": "dealt by length where they are read",
+        "exchange": "moved between the ranks by what they cost",
+        "none": "as they come",
+    }
+    ratios = [float(line["balance"]["ratio"]) for line in lines]
+    worst = max(lines, key=lambda line: float(line["balance"]["ratio"]))
+    last = worst["balance"]
+    rows = [
+        ["samples", names[last["mode"]]],
+        ["heaviest rank / mean, all records", number(sum(ratios) / len(ratios), 3)],
+    ]
+    if last["mode"] == "exchange":
+        as_read = [float(line["balance"]["ratio_as_read"]) for line in lines]
+        rows.append(["the same without moving", number(sum(as_read) / len(as_read), 3)])
+    dearest = "; ".join(
+        ", ".join(f"{name} of {length:,} events" for name, length in sample["lengths"].items())
+        + f": {percent(sample['share'])}"
+        for sample in last["dearest"]
+    )
+    rows += [
+        ["worst record", f"step {worst['step']:,}: {number(last['ratio'], 3)}"],
+        ["its heaviest rank", f"rank {last['heaviest_rank']} with {last['heaviest_samples']:,} samples"],
+        ["why: its dearest samples, share of the rank's work", dearest or "none"],
+    ]
+    note = "Work is the model's FLOPs as a function of a sample's lengths; every step waits for the heaviest rank."
+    return Raw(f"<h2>Balance of the ranks</h2>{table(['', ''], rows)}<p class=note>{text(note)}</p>")
+
+
 def comparison(runs: Sequence[Run]) -> Raw:
     """This run beside others."""
     if len(runs) < 2:
