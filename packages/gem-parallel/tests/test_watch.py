@@ -1,0 +1,186 @@
+"""A step that does not end names who keeps it from ending: late, dead, ended and failed ranks; nothing hangs."""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from gem_parallel import ParallelDims, ParallelPlan, parallelize
+from gem_parallel.watch import HANG_EXIT_CODE, RankState, RankWatch, find_missing
+
+
+def state(rank, kind="step", **collectives):
+    return RankState(rank=rank, beat=3, state=kind, label="step 7", seconds=9.0, collectives=collectives)
+
+
+@dataclass(frozen=True)
+class Case:
+    id: str
+    states: list
+    missing: dict
+    silent: tuple = ()
+
+
+CASES = [
+    Case("one is late", [state(0, all=5), state(1, all=4), state(2, all=5)], {1: "late"}),
+    Case(
+        "who waits for the late one is not late",
+        [state(0, rep02=4, shard01=9), state(1, shard01=9, rep13=4), state(2, rep02=3, shard23=6), state(3, shard23=5)],
+        {3: "late"},
+    ),
+    Case("a circle", [state(0, a=2, b=1), state(1, a=1, b=2)], {0: "late", 1: "late"}),
+    Case("a dead one explains all", [state(0, all=5), state(1, all=4), state(2, all=3)], {2: "silent"}, (2,)),
+    Case("out of data", [state(0, all=5), state(1, "ended", all=4)], {1: "ended"}),
+    Case("failed", [state(0, all=5), state(1, "failed", all=5)], {1: "failed"}),
+    Case("nobody", [state(0, all=5), state(1, all=5)], {}),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_find_missing(case):
+    found = find_missing(case.states, case.silent)
+    assert {each.rank: each.kind for each in found} == case.missing
+    if case.id == "one is late":
+        (late,) = found
+        assert late.text == "(in 'step 7' for 9.0 s) has not come to collective 5 of all, in which [0, 2] wait"
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf")])
+def test_timeout_is_checked(timeout_s):
+    with pytest.raises(ValueError, match="RankWatch: `timeout_s` must be finite and above 0, got"):
+        RankWatch(timeout_s)
+
+
+def test_one_process_reports_once_and_only_late_steps():
+    reports = []
+    with RankWatch(0.2, on_hang=reports.append) as watch:
+        with watch.step("quick"):
+            pass
+        time.sleep(0.5)
+        with watch.step("a longer bound", timeout_s=5.0):
+            time.sleep(0.5)
+        assert reports == []
+        with watch.step("slow"):
+            time.sleep(0.7)
+    (report,) = reports
+    assert (report.rank, report.label, report.missing) == (0, "slow", ())
+    assert report.text == "RankWatch: 'slow' takes longer than 0.2 s on rank 0"
+    with pytest.raises(KeyError), RankWatch(5.0) as watch, watch.step("an error passes"):
+        raise KeyError("x")
+
+
+HANGS = """
+import time
+from gem_parallel.watch import RankWatch
+def waits_here():
+    time.sleep(60)
+with RankWatch(0.3).step("step 1"):
+    waits_here()
+"""
+
+
+def test_by_default_the_process_ends_with_its_stack():
+    done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=50)
+    assert done.returncode == HANG_EXIT_CODE
+    assert "'step 1' takes longer than 0.3 s on rank 0\nstack of the main thread:\n" in done.stderr
+    assert "in waits_here" in done.stderr
+
+
+class Slow(nn.Module):
+    """One rank takes long in the middle of a forward, while the others wait in a gather."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.sleep_s = 0.0
+
+    def forward(self, x):
+        x = self.first(x)
+        time.sleep(self.sleep_s)
+        return self.second(x)
+
+
+TIMEOUT_S, LATE = 1.0, 3
+
+
+def rank_lags(rank, world_size, folder):
+    """dp_replicate 2 x dp_shard 2: rank 3 lags in a step, then ends before the others, then dies."""
+    mesh = ParallelDims.for_world(world_size, dp_replicate=2).build_mesh("cpu")
+    net = parallelize(Slow(), ParallelPlan(shard_units=("first", "second")), mesh)
+    reports = []
+
+    def step():
+        net(torch.ones(2, 4)).sum().backward()
+
+    with RankWatch(TIMEOUT_S, mesh=mesh, on_hang=lambda report: reports.append((report, time.monotonic()))) as watch:
+        with watch.step("whole"):
+            step()
+        net.sleep_s = 4.5 if rank == LATE else 0.0
+        started = time.monotonic()
+        with watch.step("lags"):
+            step()
+        lag = [(report.missing, report.text, at - started) for report, at in reports]
+    reports.clear()
+    net.sleep_s = 0.0
+    with RankWatch(TIMEOUT_S, mesh=mesh, on_hang=lambda report: reports.append((report, 0.0))) as watch:
+        if rank == LATE:
+            watch.close()
+            time.sleep(3.5)
+            step()
+        else:
+            with watch.step("another batch"):
+                step()
+    ended = [report.missing for report, _ in reports]
+    watch, error = RankWatch(TIMEOUT_S, mesh=mesh), None
+    run = max(folder.glob("rank_lags-*"))
+    if rank == LATE:
+        torch.save(None, run / f"{rank}.pt")
+        os._exit(0)
+    try:
+        with watch.step("after a death"):
+            for _ in range(2):
+                step()
+    except RuntimeError as raised:
+        error = str(raised)
+    torch.save((lag, ended, error), run / f"{rank}.pt")
+    # The store is a file, so no rank needs to wait for another.
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def lagged(ranks):
+    return ranks("rank_lags", 4)
+
+
+@pytest.mark.dist
+def test_a_late_rank_is_named_by_all_within_the_bound(lagged):
+    for lag, _, _ in lagged[:LATE]:
+        ((missing, text, seconds),) = lag
+        assert [(each.rank, each.kind) for each in missing] == [(LATE, "late")]
+        assert f"rank {LATE} (in 'lags' for " in text
+        assert "has not come to collective" in text
+        # as documented, and room for a busy machine
+        assert TIMEOUT_S < seconds < 2 * TIMEOUT_S + 2 + 1
+
+
+@pytest.mark.dist
+def test_a_rank_that_ends_before_the_others_is_named(lagged):
+    for _, ended, _ in lagged[:LATE]:
+        (missing,) = ended
+        assert [(each.rank, each.kind) for each in missing] == [(LATE, "ended")]
+
+
+@pytest.mark.dist
+def test_an_error_after_a_death_names_the_dead(lagged):
+    errors = [error for *_, error in lagged[:LATE]]
+    assert all(errors)
+    assert any(
+        f"'after a death' failed on rank {rank}; rank {LATE} gives no sign of life" in error
+        for rank, error in enumerate(errors)
+    ), errors
