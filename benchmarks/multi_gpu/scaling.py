@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from gem_model import RankingModel
 from gem_model.random_batch import RandomBatch, RandomSequence, random_batch
@@ -277,18 +276,7 @@ class _Bench:
         device = self.rank.device
         settings = TrainerConfig()
         side = torch.cuda.Stream(device) if overlap and device.type == "cuda" else None
-        ahead: dict[int, Any] = {}
         num_samples = self.about["local_batch"] * (1 if mesh is None else self.rank.size)
-
-        def exchange(index: int) -> Any:
-            with torch.cuda.stream(side):  # of None, this changes nothing
-                return tables.exchange(batches[index % NUM_BATCHES].ids)
-
-        def clip(parameters: Any, max_norm: float) -> Tensor:
-            # Backward is done, so the next batch's rows can leave under the optimizer's step.
-            for pending in ahead.values():
-                tables.start_lookup(pending)
-            return clip_grad_norm_(parameters, max_norm, mesh)
 
         train = TrainStep(
             settings,
@@ -297,26 +285,29 @@ class _Bench:
             sparse_learning_rate=0.02,
             optimizer=build_adamw(model, settings),
             schedule=LearningRateSchedule.from_config(settings, 1000),
-            clip=clip,
+            clip=lambda parameters, max_norm: clip_grad_norm_(parameters, max_norm, mesh),
             device=device,
             timer=PhaseTimer(device),
         )
 
-        next_index = 0
+        def stage(index: int) -> Staged:
+            samples = batches[index % NUM_BATCHES]
+            with torch.cuda.stream(side):  # of None, this changes nothing
+                pending = tables.exchange(samples.ids)
+            return Staged(samples.batch, samples.batch, pending, num_samples, {})
 
-        def exchange_ahead(*_: object) -> None:
-            # Forward is enqueued and backward is not, so the host waits here for ids only and not for gradients.
-            ahead[next_index] = exchange(next_index)
-
-        if overlap:
-            model.register_forward_hook(exchange_ahead)
+        staged: dict[int, Staged] = {}
 
         def step(index: int) -> None:
-            nonlocal next_index
-            next_index = index + 1
-            batch = batches[index % NUM_BATCHES].batch
-            pending = ahead.pop(index) if index in ahead else exchange(index)
-            train(index, Staged(batch, batch, pending, num_samples, {}))
+            def ahead() -> Staged:
+                staged[index + 1] = stage(index + 1)
+                return staged[index + 1]
+
+            current = staged.pop(index) if index in staged else stage(index)
+            if overlap:
+                train(index, current, ahead=ahead)
+            else:
+                train(index, current)
 
         return step
 
