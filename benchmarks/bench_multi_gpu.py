@@ -69,7 +69,7 @@ def make_launches(parts: list[str], size: int, device: str) -> list[Launch]:
     cuda = device == "cuda"
     correct = {"num_samples": 67, "max_length": 40} if cuda else {"num_samples": 19, "max_length": 12}
     wire: dict[str, Any] = {"mib": [1, 8, 64, 512], "beside_mib": [64, 512], "matmul": 8192}
-    model: dict[str, Any] = {"preset": "small", "num_samples": 4096, "max_length": 512, "item_rows": 1_000_000}
+    model: dict[str, Any] = {"preset": "small", "num_samples": 8192, "max_length": 512, "item_rows": 1_000_000}
     model |= {"steps": 8, "precision": "bf16_activations"}
     if not cuda:
         wire = {"mib": [0.0625, 0.5], "beside_mib": [0.5], "matmul": 128}
