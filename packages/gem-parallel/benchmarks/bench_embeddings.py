@@ -51,8 +51,8 @@ class Shape:
 SHAPES = [
     Shape(name="context", num_tables=26, num_rows=100_000, dim=64, ids_per_bag=1),
     Shape(name="multivalued", num_tables=8, num_rows=200_000, dim=64, ids_per_bag=20),
-    Shape(name="ragged", num_tables=8, num_rows=200_000, dim=64, ids_per_bag=20, ragged=True),
     Shape(name="history", num_tables=3, num_rows=200_000, dim=64, ids_per_bag=1, bags_per_sample=50, pooling="none"),
+    Shape(name="ragged", num_tables=8, num_rows=200_000, dim=64, ids_per_bag=20, ragged=True),
 ]
 NUM_BATCHES = 8
 Inputs = list[tuple[torch.Tensor, torch.Tensor]]

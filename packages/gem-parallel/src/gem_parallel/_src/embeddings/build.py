@@ -20,7 +20,7 @@ from gem_parallel._src.embeddings.plan import slice_bases
 from gem_parallel._src.embeddings.stores import FusedStore, ReplicatedStore, ShardedStore, Store
 from gem_parallel._src.embeddings.torch_engine import TorchEngine, needs_torch_engine
 
-__all__ = ["Storage", "combines", "make_engines", "make_store"]
+__all__ = ["Storage", "combines", "make_engines", "make_store", "shares_rows"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +42,24 @@ def combines(memory: TableMemory) -> bool:
     A cache needs a lookup that names its tables; then there is one unpooled engine per cache.
     """
     return memory.location != "uvm_caching"
+
+
+def shares_rows(group: Group, num_shards: int, num_replicas: int, storage: Storage) -> bool:
+    """Whether one engine has all tables of a group on every rank, and each row has one holder.
+
+    Then ids may travel as rows of that engine, in any order. All ranks come to the same answer.
+    """
+    if group.joint or group.replicated or num_replicas > 1:
+        return False
+    if needs_torch_engine(storage.optimizer, storage.weight_dtype, storage.device):
+        return False
+    memories = {shard.config.memory for shard in group.tables}
+    if len(memories) > 1 or not combines(*memories):
+        return False
+    return all(
+        len(split_tables([end - start for start, end in (shard.rows_of(rank) for shard in group.tables)])) == 1
+        for rank in range(num_shards)
+    )
 
 
 def make_engines(group: Group, shard_rank: int, replica_rank: int, storage: Storage) -> list[Engine]:

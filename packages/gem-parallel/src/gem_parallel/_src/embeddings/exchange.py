@@ -65,17 +65,28 @@ def _is_bad(flags: Tensor, report_ids: bool) -> Tensor:
 
 
 class Exchanger:
-    """The id exchanges of one module over one grid of ranks."""
+    """The id exchanges of one module over one grid of ranks.
 
-    def __init__(self, groups: Sequence[Group], grid: Grid, device: torch.device) -> None:
+    Args:
+        groups: The tables by dim.
+        grid: The ranks.
+        device: Of the ids.
+        combined: Per group, whether every rank has one engine for it (``shares_rows``).
+    """
+
+    def __init__(self, groups: Sequence[Group], grid: Grid, device: torch.device, combined: Sequence[bool]) -> None:
         self._grid = grid
         self._device = device
         self._sharded = [not group.replicated for group in groups]
         self._plans = [
             GroupPlan(
-                group, 1 if group.replicated else grid.num_shards, 1 if group.replicated else grid.num_replicas, device
+                group,
+                1 if group.replicated else grid.num_shards,
+                1 if group.replicated else grid.num_replicas,
+                device,
+                combined=one,
             )
-            for group in groups
+            for group, one in zip(groups, combined, strict=True)
         ]
         self._num_counts = sum(
             plan.num_tables * plan.num_replicas
@@ -212,6 +223,8 @@ class Exchanger:
             rows, local, receive_splits, send_splits, what="exchange: the exchange of ids"
         )
         counts = got.sum(2)
+        any_order = plan.combined or plan.num_replicas > 1
+        by_table = None if any_order else block_order(counts, (1, 0), self._device)
         route = Route(
             inverse=inverse,
             order=found.order,
@@ -219,10 +232,19 @@ class Exchanger:
             num_unique=num_unique,
             send_splits=send_splits,
             receive_splits=receive_splits,
-            by_table=block_order(counts, (1, 0), self._device) if plan.num_replicas == 1 else None,
+            by_table=block_order(counts, (1, 0), self._device)
+            if plan.num_replicas == 1 and not plan.combined
+            else None,
         )
-        bags = join_bags(ids.features)
-        return GroupRequest(ids=ids, rows=rows, counts=counts.sum(0).tolist(), route=route, bags=bags), work
+        request = GroupRequest(
+            ids=ids,
+            rows=rows,
+            counts=counts.sum(0).tolist(),
+            route=route,
+            bags=join_bags(ids.features),
+            combined=plan.combined,
+        )
+        return request, work
 
     def _with_replicas(self, request: GroupRequest, got: Tensor, theirs: Tensor) -> GroupRequest:
         """Add the way from owner to slice: ``got`` (L, T, M) rows came here, ``theirs`` (M, L, T) stay here."""

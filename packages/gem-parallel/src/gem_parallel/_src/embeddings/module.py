@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gem_parallel._src.embeddings.build import Storage, make_engines, make_store
+from gem_parallel._src.embeddings.build import Storage, make_engines, make_store, shares_rows
 from gem_parallel._src.embeddings.combined_engine import CombinedEngine
 from gem_parallel._src.embeddings.config import (
     FeatureConfig,
@@ -177,7 +177,8 @@ class ShardedEmbeddings(nn.Module):
         )
         # Adam's bias correction and stochastic rounding count the updates.
         self._counts_steps = optimizer.kind == "adam" or weight_dtype == torch.bfloat16
-        self._exchanger = Exchanger(self._groups, self._grid, self.device) if self._grid is not None else None
+        combined = [shares_rows(group, num_shards, num_replicas, storage) for group in self._groups]
+        self._exchanger = Exchanger(self._groups, self._grid, self.device, combined) if self._grid is not None else None
         self._local = self._make_local() if self._grid is None else None
         self._step = 0
         self._learning_rate = optimizer.learning_rate
@@ -304,8 +305,8 @@ class ShardedEmbeddings(nn.Module):
 
         Returns:
             Feature -> (num_bags, dim) for sum and mean, zeros for an empty bag; (N, dim) for none; float32. Features
-            that the batch left out are absent. In one process they are views of one tensor: autograd refuses to
-            change them in place.
+            that the batch left out are absent. They are views of one tensor per dim, which autograd refuses to change
+            in place.
 
         Raises:
             IndexError, ValueError: as ``exchange``, in one process on CUDA.

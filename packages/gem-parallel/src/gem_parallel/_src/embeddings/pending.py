@@ -33,7 +33,8 @@ class Route:
     receive_splits: list[int]
     """(L,) ids per source; they sum to N."""
     by_table: Tensor | None
-    """(N,) int64: position among the received ids of each id in order of table, then source; None if equal."""
+    """(N,) int64: position among the received ids of each id in order of table, then source; None if equal, or if the
+    order does not matter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +73,7 @@ class GroupRequest:
     ids: GroupIds
     rows: Tensor
     """(N,) int64. In one process: rows in order of table. Else as received, by source and table: rows of the owner's
-    table, or with replicas positions in its gathered copy. Empty for a replicated group."""
+    table or engine, or with replicas positions in its gathered copy. Empty for a replicated group."""
     counts: Sequence[int]
     """Rows per table; they sum to N."""
     route: Route | None = None
@@ -81,6 +82,8 @@ class GroupRequest:
     """Of a replicated group. All three are None in one process."""
     bags: Tensor | None = None
     """``join_bags`` of the features, over several ranks."""
+    combined: bool = False
+    """``rows`` are the one engine's, as received."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -28,21 +28,31 @@ def slice_bases(group: Group, rank: int) -> list[int]:
     return list(accumulate(sizes, initial=0))
 
 
+def engine_bases(group: Group, rank: int) -> list[int]:
+    """(T + 1,) row at which each table begins in the one engine of ``rank``, and their total."""
+    kept = [shard.rows_of(rank) for shard in group.tables]
+    return list(accumulate((end - start + 1 for start, end in kept), initial=0))
+
+
 class GroupPlan:
     """Where one group's shards lie in the concatenation over (rank, table, slice)."""
 
-    def __init__(self, group: Group, world_size: int, num_replicas: int, device: torch.device) -> None:
+    def __init__(
+        self, group: Group, world_size: int, num_replicas: int, device: torch.device, *, combined: bool = False
+    ) -> None:
+        self.combined = combined
+        """Ids travel as rows of the owner's one engine, where each table has a scratch row after its rows."""
         self.world_size = world_size
         self.num_replicas = num_replicas
         self.num_tables = len(group.tables)
         sizes, shifts = [], []
         for rank in range(world_size):
-            begins = slice_bases(group, rank)
+            begins = engine_bases(group, rank) if combined else slice_bases(group, rank)
             for table, shard in enumerate(group.tables):
                 for replica in range(num_replicas):
                     low, high = shard.slice_of(rank, replica)
                     sizes.append(high - low)
-                    shifts.append(replica * begins[-1] + begins[table] if num_replicas > 1 else 0)
+                    shifts.append(replica * begins[-1] + begins[table] if num_replicas > 1 or combined else 0)
         starts = list(accumulate(sizes, initial=0))
         self.total = starts[-1]
         """Also the position that stands for dropped ids: past every shard."""
@@ -54,7 +64,7 @@ class GroupPlan:
                 by_table[index, 0] = by_table[index, shard.owner].clone()
         self.bases = by_table.flatten().to(device)
         self.boundaries = torch.tensor(starts, dtype=torch.int64, device=device)
-        # From a position to the owner's row: of its table, or with replicas in the gathered slices.
+        # From a position to the owner's row: of its table, of its engine, or with replicas in the gathered slices.
         self.shifts = torch.tensor(shifts, dtype=torch.int64, device=device) - self.boundaries[:-1]
         self.chunks = torch.tensor([shard.chunk for shard in group.tables], dtype=torch.int64, device=device)
         self.num_rows = torch.tensor([shard.config.num_rows for shard in group.tables], device=device)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gem_parallel._src.embeddings.combined_engine import CombinedEngine
 from gem_parallel._src.embeddings.engine import Engine
 from gem_parallel._src.embeddings.gathered import GatheredTables
 from gem_parallel._src.embeddings.grid import Grid
@@ -58,6 +59,11 @@ class FusedStore:
     def read(self, index: int, request: GroupRequest, step: int | None) -> list[tuple[RowBlock, Tensor]]:
         """Blocks of rows in order of table, each in the graph of its engine; ``index`` is the group's."""
         ids = request.rows
+        if request.combined and ids.numel():
+            (engine,) = self.engines
+            assert isinstance(engine, CombinedEngine)
+            block = RowBlock(group=index, first_table=0, num_tables=engine.num_tables, start=0)
+            return [(block, engine.pooled(ids, None, step))]
         if request.route is not None and request.route.by_table is not None:
             ids = ids.index_select(0, request.route.by_table)
         found = []
