@@ -232,9 +232,7 @@ class Exchanger:
             num_unique=num_unique,
             send_splits=send_splits,
             receive_splits=receive_splits,
-            by_table=block_order(counts, (1, 0), self._device)
-            if plan.num_replicas == 1 and not plan.combined
-            else None,
+            by_table=by_table,
         )
         request = GroupRequest(
             ids=ids,
