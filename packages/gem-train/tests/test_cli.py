@@ -541,27 +541,41 @@ def test_a_terminated_run_saves_and_continues_bit_for_bit(whole: Path, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_two_processes_follow_one_and_resume_as_one(whole: Path, tmp_path: Path) -> None:
+def test_two_processes_follow_one_and_resume_as_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Two ranks add the same numbers in another order; AdamW's first steps amplify that, so the bound is on the curve.
 
-    Dropout draws differ between ranks, so it is off here.
+    Dropout draws differ between ranks, so it is off here. Each of the two holds one of two experts and half of a copy
+    of the tables.
     """
     one, two = tmp_path / "one", tmp_path / "two"
-    off = ("--set", "model.dropout=0.0")
+    off = ("--set", "model.dropout=0.0", "--set", "model.num_experts=2")
+    layout = ("--nproc", "2", "--ep", "2", "--sparse-replicate", "2")
     arguments = [argument for argument in LONG if not argument.startswith("model.dropout")][:-1]
     base = ["train", "synthetic", *QUICK, *arguments, *off, "--steps", "7"]
     assert main([*base, "--out", str(one)]) == 0
-    assert main([*base, "--out", str(two), "--nproc", "2"]) == 0
+    assert main([*base, "--out", str(two), *layout]) == 0
+    config = read_metrics(two)[0]
+    assert config["parallel"] == {"dp_replicate": 1, "dp_shard": 1, "ep": 2, "sparse_replicate": 2, "sparse_shard": 1}
+    assert config["parameters"] == read_metrics(one)[0]["parameters"]
     losses = [[r["loss"] for r in curve(path) if r["phase"] == "train"] for path in (one, two)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     counts = [[r["tasks"]["click"]["count"] for r in curve(path)] for path in (one, two)]
     assert counts[0] == counts[1]
     scores = [[r["tasks"]["click"]["ne"] for r in curve(path) if r["phase"] == "test"] for path in (one, two)]
     assert scores[1] == pytest.approx(scores[0], rel=1e-5)
+    capfd.readouterr()
+    # The checkpoint of one layout is scored on another.
+    for flags in ((), layout):
+        assert main(["eval", str(two), "--device", "cpu", "--json", *flags]) == 0
+        scored = json.loads(capfd.readouterr().out)
+        assert scored["tasks"]["click"]["ne"] == pytest.approx(scores[1][0], rel=1e-6)
+        assert scored["step"] == 7
     # 7 = 3 + 4: the same data, spread over another number of ranks from step 6 on.
     for source, processes in ((one, "2"), (two, "1")):
         shutil.rmtree(source / "checkpoints" / "step-00000007")
         assert main([*base, "--out", str(source), "--resume", "--nproc", processes]) == 0
+        note = "note: the layout of the run (ep 2, sparse_replicate 2) does not fit one process and is left out"
+        assert (note in capfd.readouterr().err) == (source == two)
         again = [r["loss"] for r in curve(source) if r["phase"] == "train"]
         assert again == pytest.approx(losses[0], rel=1e-5)
         assert [r["world_size"] for r in read_metrics(source) if r["phase"] == "config"][-1] == int(processes)

@@ -102,7 +102,7 @@ def _tables(report: PlanReport) -> str:
             each.table.name,
             f"{each.table.num_rows:,}",
             str(each.table.dim),
-            each.kind,
+            each.kind + ("" if each.table.memory.location == "device" else f", {each.table.memory.location}"),
             "all" if each.num_owners == len(plan.served_bytes) else str(each.num_owners),
             _bytes(each.table.rest_bytes),
         )
@@ -125,6 +125,9 @@ def _memory(report: PlanReport) -> str:
     ]
     verdict = "fits" if memory.fits else "DOES NOT FIT"
     rows.append(("in all", _bytes(memory.peak.total), f"{verdict}: 0.9 of {_bytes(memory.capacity)} may be used"))
+    if memory.host_bytes:
+        share = f"of {_bytes(memory.host_capacity)} per device; weights and moments of tables"
+        rows.append(("host memory", _bytes(memory.host_bytes), share))
     return _table(("what", "bytes", ""), rows)
 
 

@@ -210,10 +210,8 @@ def _merged(given: dict[str, str], old: RunRecord | None, processes: int) -> tup
         _check_layout(old.assignments | given, processes)
     except ConfigError:
         layout = ", ".join(f"{name.removeprefix('parallel.')} {old.assignments[name]}" for name in sorted(degrees))
-        return (
-            kept | given,
-            f"note: the layout of the run ({layout}) does not fit {processes} processes; it is left out",
-        )
+        where = "one process" if processes == 1 else f"{processes} processes"
+        return kept | given, f"note: the layout of the run ({layout}) does not fit {where} and is left out"
     return old.assignments | given, None
 
 
