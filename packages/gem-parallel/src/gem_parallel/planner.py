@@ -1,6 +1,13 @@
 """Plans: what a layout costs in memory, bytes and time, computed from numbers alone."""
 
-from gem_parallel._src.planner.description import DenseUnit, ModelDescription, SparseTable, TableKind, Workload
+from gem_parallel._src.planner.description import (
+    DenseUnit,
+    ModelDescription,
+    SparseTable,
+    TableKind,
+    TableLocation,
+    Workload,
+)
 from gem_parallel._src.planner.explain import Change, PlanReport, Term, explain
 from gem_parallel._src.planner.hardware import Hardware, Rate
 from gem_parallel._src.planner.memory import CATEGORIES, MemoryMoment, MemoryPlan
@@ -31,6 +38,7 @@ __all__ = [
     "SparseTraffic",
     "StepPlan",
     "TableKind",
+    "TableLocation",
     "TablePlan",
     "Term",
     "UnitTraffic",

@@ -6,12 +6,19 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from gem_parallel._src.embeddings.config import MAX_DIM
+from gem_parallel._src.embeddings.config import (
+    DEFAULT_CACHE_LOAD_FACTOR,
+    MAX_DIM,
+    CacheAlgorithm,
+    TableMemory,
+    check_memory,
+)
 
-__all__ = ["DenseUnit", "ModelDescription", "SparseTable", "TableKind", "Workload"]
+__all__ = ["DenseUnit", "ModelDescription", "SparseTable", "TableKind", "TableLocation", "Workload"]
 
 TableKind = Literal["auto", "table_wise", "row_wise", "column_wise", "replicated"]
 TABLE_KINDS: tuple[TableKind, ...] = get_args(TableKind)
+TableLocation = Literal["auto", "device", "uvm", "uvm_caching"]
 
 
 def _require(owner: str, name: str, value: object, *, low: float, integer: bool = False) -> None:
@@ -100,6 +107,15 @@ class SparseTable:
     """Per element at rest: 4 is float32, 2 is float16."""
     kind: TableKind = "auto"
     """Placement, auto leaves it to the planner."""
+    location: TableLocation = "device"
+    """Device or host memory, as ``TableConfig.location``. auto: on the device if the plan fits; else the tables go
+    to host memory behind a cache (uvm_caching), those of which a batch names the smallest part first, until it does."""
+    cache_load_factor: float | None = None
+    """Rows in the cache / rows, of uvm_caching and what auto makes so; None is 0.2."""
+    cache_algorithm: CacheAlgorithm | None = None
+    """lru or lfu; None is lru."""
+    cache_hit_rate: float | None = None
+    """Part of a step's distinct ids whose rows are in the cache; None is cache_load_factor: ids even over the rows."""
 
     def __post_init__(self) -> None:
         owner = f"SparseTable {self.name!r}"
@@ -123,6 +139,38 @@ class SparseTable:
             raise ValueError(f"{owner}: `weight_bytes` must be 2 or 4, got {self.weight_bytes}")
         if self.kind not in TABLE_KINDS:
             raise ValueError(f"{owner}: `kind` must be one of {', '.join(TABLE_KINDS)}, got {self.kind!r}")
+        # What auto may make of the table has a cache.
+        location = "uvm_caching" if self.location == "auto" else self.location
+        check_memory(owner, location, self.cache_load_factor, self.cache_algorithm)
+        if self.cache_hit_rate is not None:
+            _require(owner, "cache_hit_rate", self.cache_hit_rate, low=0)
+            if self.cache_hit_rate > 1:
+                raise ValueError(f"{owner}: `cache_hit_rate` must be at most 1, got {self.cache_hit_rate}")
+            if location != "uvm_caching":
+                raise ValueError(
+                    f"{owner}: `cache_hit_rate` must be left out for location {location!r}, which has no cache, "
+                    f"got {self.cache_hit_rate}"
+                )
+
+    @property
+    def memory(self) -> TableMemory:
+        """Where the rows lie; a table left to auto is on the device."""
+        if self.location in ("auto", "device"):
+            return TableMemory()
+        if self.location == "uvm":
+            return TableMemory(location="uvm")
+        return TableMemory(
+            location="uvm_caching",
+            cache_load_factor=self.cache_load_factor or DEFAULT_CACHE_LOAD_FACTOR,
+            cache_algorithm=self.cache_algorithm or "lru",
+        )
+
+    @property
+    def missed(self) -> float:
+        """Part of a step's distinct ids whose rows come from host memory."""
+        if self.memory.location != "uvm_caching":
+            return 0.0 if self.memory.location == "device" else 1.0
+        return 1.0 - (self.memory.cache_load_factor if self.cache_hit_rate is None else self.cache_hit_rate)
 
     @property
     def outputs_per_sample(self) -> float:
@@ -223,3 +271,8 @@ class Workload:
         """Optimizer state of one row of a table."""
         per_row = {"rowwise_adagrad": 4, "adagrad": 4 * table.dim, "adam": 8 * table.dim, "sgd": 0}
         return per_row[self.sparse_optimizer]
+
+    def host_state_bytes(self, table: SparseTable) -> int:
+        """The part of it in host memory: one number per row stays on the device."""
+        kept = table.memory.location == "device" or self.sparse_optimizer == "rowwise_adagrad"
+        return 0 if kept else self.state_bytes(table)

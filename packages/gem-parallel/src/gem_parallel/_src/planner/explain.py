@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from gem_parallel._src.mesh import ParallelDims
-from gem_parallel._src.planner.description import ModelDescription, TableKind, Workload
+from gem_parallel._src.planner.description import ModelDescription, SparseTable, TableKind, Workload
 from gem_parallel._src.planner.hardware import Hardware, Rate
+from gem_parallel._src.planner.locations import check_host_memory, check_locations, locate_tables
 from gem_parallel._src.planner.memory import MemoryPlan, plan_memory
 from gem_parallel._src.planner.network import Collective
 from gem_parallel._src.planner.tables import Strategy, TablePlan, check_rows, place_tables
@@ -142,8 +143,8 @@ def explain(
         tables: The placement, if it was made before, by ``place_tables`` with the same arguments.
 
     Raises:
-        ValueError: another number of GPUs than ranks, more ranks of ep than experts, or more rows of a table on one
-            rank than fbgemm can index.
+        ValueError: another number of GPUs than ranks, more ranks of ep than experts, more rows of a table on one rank
+            than fbgemm can index, or tables in host memory that are larger than it or cannot lie there.
     """
     if topology.num_gpus != dims.world_size:
         raise ValueError(
@@ -157,17 +158,38 @@ def explain(
             f"got {dims.ep}; lower ep"
         )
     hardware = hardware or Hardware.load()
-    plan = tables or place_tables(
-        model.tables,
-        dims.sparse_shard,
-        workload,
-        hardware,
-        strategy=strategy,
-        kinds=kinds,
-        memory_bytes=0.5 * hardware.memory_bytes.value,
-        replicas=dims.sparse_replicate,
-    )
+    capacities = hardware.memory_bytes.value, hardware.host_memory_bytes.value
+
+    def place(described: Sequence[SparseTable]) -> TablePlan:
+        return place_tables(
+            described,
+            dims.sparse_shard,
+            workload,
+            hardware,
+            strategy=strategy,
+            kinds=kinds,
+            memory_bytes=0.5 * hardware.memory_bytes.value,
+            replicas=dims.sparse_replicate,
+        )
+
+    def memory_of(plan: TablePlan) -> MemoryPlan:
+        return plan_memory(model, plan, dims, workload, *capacities)
+
+    plan = tables or place(model.tables)
+    if any(table.location == "auto" for table in model.tables):
+        plan = locate_tables(
+            model.tables,
+            plan,
+            dims,
+            workload,
+            place=place,
+            peak=lambda plan: memory_of(plan).peak.total,
+            limit=0.9 * capacities[0],
+        )
     check_rows(plan, dims.sparse_shard, dims.sparse_replicate)
+    check_locations(plan, dims, workload)
+    memory = memory_of(plan)
+    check_host_memory(memory, dims)
     units = tuple(unit_traffic(unit, dims, workload, topology) for unit in model.units)
     sparse = sparse_traffic(model, plan, dims, workload, topology)
     heavy = compute_seconds(model, plan, dims, workload, hardware, heaviest=True)
@@ -202,7 +224,7 @@ def explain(
         tables=plan,
         units=units,
         sparse=sparse,
-        memory=plan_memory(model, plan, dims, workload, hardware.memory_bytes.value),
+        memory=memory,
         compute=heavy,
         mean_compute=mean,
         step=step,
@@ -219,6 +241,7 @@ def _changes(report: PlanReport, strategy: Strategy, kinds: Sequence[TableKind])
 
     def predict(
         *,
+        model: ModelDescription = model,
         dims: ParallelDims = dims,
         workload: Workload = workload,
         strategy: Strategy = strategy,
@@ -262,6 +285,13 @@ def _changes(report: PlanReport, strategy: Strategy, kinds: Sequence[TableKind])
         tries["collectives on copy engines (no SMs)"] = lambda: predict(workload=replace(workload, contention=0.0))
     if strategy == "size" and model.tables and dims.sparse_shard > 1:
         tries["place tables by cost"] = lambda: predict(strategy="cost")
+    if not report.memory.fits and any(table.location == "device" for table in model.tables):
+        located = tuple(
+            replace(table, location="auto") if table.location == "device" else table for table in model.tables
+        )
+        tries["the least used tables in host memory behind a cache (uvm_caching)"] = lambda: predict(
+            model=replace(model, tables=located)
+        )
     experts = [unit.num_experts for unit in model.units if unit.num_experts > 1]
     for name, other in _neighbours(dims, min(experts, default=1)).items():
         try:
@@ -271,7 +301,11 @@ def _changes(report: PlanReport, strategy: Strategy, kinds: Sequence[TableKind])
         tries[name] = lambda other=other: predict(dims=other)  # type: ignore[misc]
     found = []
     for name, attempt in tries.items():
-        result = attempt()
+        try:
+            result = attempt()
+        except ValueError:
+            # What would be refused is no remedy.
+            continue
         if result.step.seconds < 0.995 * report.step.seconds or (result.memory.fits and not report.memory.fits):
             found.append(
                 Change(

@@ -14,6 +14,9 @@ __all__ = ["Hardware", "Rate"]
 _RATES = (
     "peak_flops",
     "memory_bytes",
+    "host_memory_bytes",
+    "host_read",
+    "host_update",
     "copy",
     "attention_forward",
     "attention_backward",
@@ -47,6 +50,12 @@ class Hardware:
     peak_flops: Rate
     """FLOP/s of dense bf16 products by the datasheet: the denominator of MFU."""
     memory_bytes: Rate
+    host_memory_bytes: Rate
+    """Memory of the host, per device in it."""
+    host_read: Rate
+    """Bytes of rows per second that the device reads from host memory (UVM)."""
+    host_update: Rate
+    """Bytes of rows in host memory per second that the device reads, changes and writes back."""
     copy: Rate
     """Bytes per second of a copy, read and write counted."""
     gemm: tuple[tuple[int, Rate], ...]

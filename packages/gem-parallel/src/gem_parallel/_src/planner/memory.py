@@ -18,6 +18,7 @@ CATEGORIES = (
     "dense gradients",
     "tables",
     "table optimizer",
+    "table caches",
     "table copies",
     "gathered parameters",
     "activations",
@@ -47,16 +48,30 @@ class MemoryPlan:
     capacity: float
     """Of the device."""
     lightest_tables: float
-    """Weights and state of tables on the rank that holds least; the heaviest is in ``peak``."""
+    """Weights, caches and state of tables on the device of the rank that has least; the heaviest is in ``peak``."""
+    host_bytes: float
+    """Host memory of the heaviest rank's tables: weights, and moments that are not one number per row."""
+    host_capacity: float
+    """Of the host, per device."""
 
     @property
     def fits(self) -> bool:
-        """At most 0.9 of the device: the rest is for what is not counted."""
-        return self.peak.total <= 0.9 * self.capacity
+        """At most 0.9 of the device and of its part of the host: the rest is for what is not counted."""
+        return self.peak.total <= 0.9 * self.capacity and self.host_fits
+
+    @property
+    def host_fits(self) -> bool:
+        """At most 0.9 of the host memory per device."""
+        return self.host_bytes <= 0.9 * self.host_capacity
 
 
 def plan_memory(
-    model: ModelDescription, plan: TablePlan, dims: ParallelDims, workload: Workload, capacity: float
+    model: ModelDescription,
+    plan: TablePlan,
+    dims: ParallelDims,
+    workload: Workload,
+    capacity: float,
+    host_capacity: float,
 ) -> MemoryPlan:
     """Follow one step: forward saves activations, backward frees them; parameters come and go unit by unit."""
     sharded = [dense_groups(unit, dims)[0].degree > 1 for unit in model.units]
@@ -69,7 +84,18 @@ def plan_memory(
     saved = [unit.activation_bytes * samples for unit in model.units]
     kept = [each * (1 - workload.recompute) for each in saved]
     replicas = dims.sparse_replicate
-    tables = [max(plan.rest_bytes, default=0.0) / replicas, max(plan.state_bytes, default=0.0) / replicas]
+    device = [
+        (rest - host_rest, state - host_state, cache)
+        for rest, host_rest, state, host_state, cache in zip(
+            plan.rest_bytes,
+            plan.host_rest_bytes,
+            plan.state_bytes,
+            plan.host_state_bytes,
+            plan.cache_bytes,
+            strict=True,
+        )
+    ]
+    tables = [max(each) / replicas for each in zip(*device, strict=True)]
     # What is sent is a copy of the slice at rest, and what arrives holds all slices.
     gathers = replicas > 1 and workload.table_gather == "tables"
     copies = max(plan.gathered_bytes, default=0.0) * (1 + 1 / replicas) if gathers else 0.0
@@ -84,7 +110,7 @@ def plan_memory(
         when: str, *, gradients: float = 0.0, copied: float = 0.0, gathered: float = 0.0, acts: float = 0.0, rows: float
     ) -> None:
         optimizer = float(workload.dense_state_bytes * sum(elements))
-        fixed = (weights, optimizer, gradients, tables[0], tables[1])
+        fixed = (weights, optimizer, gradients, *tables)
         moments.append(MemoryMoment(when=when, bytes=(*fixed, copied, gathered, acts, rows)))
 
     def resident(keep: Sequence[int]) -> float:
@@ -118,5 +144,12 @@ def plan_memory(
     note("table update", gradients=done, rows=2 * outputs + requested + served * (2 if replicas > 1 else 1) + 2 * ids)
     note("optimizer", gradients=done, rows=ids)
     peak = max(moments, key=lambda moment: moment.total)
-    lightest = min((a + b for a, b in zip(plan.rest_bytes, plan.state_bytes, strict=True)), default=0.0) / replicas
-    return MemoryPlan(moments=tuple(moments), peak=peak, capacity=capacity, lightest_tables=lightest)
+    host = max((a + b for a, b in zip(plan.host_rest_bytes, plan.host_state_bytes, strict=True)), default=0.0)
+    return MemoryPlan(
+        moments=tuple(moments),
+        peak=peak,
+        capacity=capacity,
+        lightest_tables=min(map(sum, device)) / replicas,
+        host_bytes=host / replicas,
+        host_capacity=host_capacity,
+    )

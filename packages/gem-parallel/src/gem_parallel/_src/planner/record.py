@@ -47,6 +47,8 @@ def plan_record(report: PlanReport) -> dict[str, Any]:
                 {
                     "name": each.table.name,
                     "kind": each.kind,
+                    "location": each.table.memory.location,
+                    "cache_load_factor": each.table.memory.cache_load_factor or None,
                     "owners": list(each.owners) if each.kind in ("table_wise", "column_wise") else None,
                     "num_owners": each.num_owners,
                     "num_rows": each.table.num_rows,
@@ -59,6 +61,8 @@ def plan_record(report: PlanReport) -> dict[str, Any]:
             "peak_bytes": memory.peak.total,
             "peak_when": memory.peak.when,
             "capacity_bytes": memory.capacity,
+            "host_bytes": memory.host_bytes,
+            "host_capacity_bytes": memory.host_capacity,
             "fits": memory.fits,
             "moments": [
                 {"when": moment.when, **dict(zip(CATEGORIES, moment.bytes, strict=True))} for moment in memory.moments

@@ -62,7 +62,7 @@ def sweep(
         recompute: Parts of forward to repeat in backward, to try.
 
     Raises:
-        ValueError: in every placement a rank would hold more rows of a table than fbgemm can index.
+        ValueError: every layout is refused; the last one's reason.
     """
     hardware = hardware or Hardware.load()
     dense, sparse = layouts(model, topology)
@@ -88,8 +88,8 @@ def sweep(
             for each in dense:
                 for share in recompute:
                     dims = replace(each, sparse_replicate=tables.sparse_replicate, sparse_shard=tables.sparse_shard)
-                    reports.append(
-                        explain(
+                    try:
+                        report = explain(
                             model,
                             topology,
                             dims,
@@ -100,7 +100,10 @@ def sweep(
                             changes=False,
                             tables=placed,
                         )
-                    )
+                    except ValueError as error:
+                        refused = error
+                        continue
+                    reports.append(report)
     if refused is not None and not reports:
         raise refused
     return tuple(sorted(reports, key=lambda report: (report.step.seconds, report.memory.peak.total)))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gem_parallel._src.embeddings.config import MAX_LOCAL_ROWS
+from gem_parallel._src.embeddings.memory import cache_bytes
 from gem_parallel._src.planner.description import SparseTable, TableKind, Workload
 from gem_parallel._src.planner.hardware import Hardware
 
@@ -41,6 +42,17 @@ class TablePlan:
     """The same, each replica's slice of a table padded to the longest."""
     state_bytes: tuple[float, ...]
     """Optimizer state of a rank's part, over all its replicas."""
+    host_rest_bytes: tuple[float, ...]
+    """The part of ``rest_bytes`` that lies in host memory."""
+    host_state_bytes: tuple[float, ...]
+    """The part of ``state_bytes`` that lies in host memory."""
+    cache_bytes: tuple[float, ...]
+    """Caches on the device of tables in host memory, with their bookkeeping, over all replicas of a rank's part."""
+    host_read_bytes: tuple[float, ...]
+    """What a rank's lookups move between host and device memory in one step: rows without a cache are read; each row
+    that a cache lacks is read, and the changed one that it replaces written back."""
+    host_update_bytes: tuple[float, ...]
+    """What updates read, change and write in host memory in one step: rows without a cache, and moments."""
     served_bytes: tuple[float, ...]
     """Rows looked up for all ranks in one step, float32."""
     requested_bytes: float
@@ -87,10 +99,35 @@ def rows_of(table: SparseTable, samples: int) -> float:
     return min(samples * table.ids_per_sample * table.unique_fraction, float(table.num_rows))
 
 
+def _host_traffic(table: SparseTable, served: float, workload: Workload) -> tuple[float, float]:
+    """Bytes that lookups and updates of ``served`` rows move from and to host memory, see ``TablePlan``."""
+    if table.memory.location == "device":
+        return 0.0, 0.0
+    rows = served * table.dim * table.weight_bytes
+    moments = served * workload.host_state_bytes(table)
+    if table.memory.location == "uvm":
+        return rows, rows + moments
+    return 2 * table.missed * rows, moments
+
+
 def _cost(table: SparseTable, workload: Workload, hardware: Hardware, ranks: int) -> float:
     """Seconds of serving a table: lookup and update of what all ranks ask for."""
-    amount = rows_of(table, workload.samples_per_rank) * ranks * table.dim * 4
-    return amount / hardware.embedding_read.value + amount / hardware.embedding_update.value
+    served = rows_of(table, workload.samples_per_rank) * ranks
+    amount = served * table.dim * 4
+    read, updated = _host_traffic(table, served, workload)
+    return (
+        amount / hardware.embedding_read.value
+        + amount / hardware.embedding_update.value
+        + read / hardware.host_read.value
+        + updated / hardware.host_update.value
+    )
+
+
+def _device_bytes(table: SparseTable) -> float:
+    """Device memory of a whole table's weights, or of its cache."""
+    if table.memory.location == "device":
+        return float(table.rest_bytes)
+    return float(cache_bytes(table.num_rows, table.dim, table.weight_bytes, table.memory))
 
 
 def _fractions(num_rows: int, ranks: int, replicas: int) -> list[tuple[int, int, float]]:
@@ -181,7 +218,7 @@ def _first_kind(
     exchanged = 2 * rows_of(table, workload.samples_per_rank) * table.dim * workload.row_bytes
     if "replicated" in kinds and 2 * table.num_rows * (table.dim + 1) * 4 < exchanged:
         return "replicated"
-    heavy = weight > fair or (memory_bytes is not None and table.rest_bytes > memory_bytes)
+    heavy = weight > fair or (memory_bytes is not None and _device_bytes(table) > memory_bytes)
     if heavy and "column_wise" in kinds and 1 < weight / fair <= num_parts(table.dim, ranks):
         return "column_wise"
     return "row_wise" if heavy and "row_wise" in kinds else "table_wise"
@@ -214,7 +251,18 @@ def _lay_out(
     for i, found in owners.items():
         share = 1 / len(found)
         padded = -(-tables[i].num_rows // replicas) * replicas / tables[i].num_rows
-        spread.add(tables[i], share, workload, ranks, found[0], found[-1] + 1, 0.0, ids=1.0, gathered=share * padded)
+        spread.add(
+            tables[i],
+            share,
+            workload,
+            ranks,
+            found[0],
+            found[-1] + 1,
+            0.0,
+            ids=1.0,
+            gathered=share * padded,
+            parts=len(found),
+        )
         placed[i] = PlacedTable(table=tables[i], kind=kinds[i], owners=tuple(found), num_owners=len(found))
     exchanged = [i for i, kind in enumerate(kinds) if kind != "replicated"]
     samples = workload.samples_per_rank
@@ -223,6 +271,11 @@ def _lay_out(
         rest_bytes=tuple(spread.total("rest")),
         gathered_bytes=tuple(spread.total("gathered")),
         state_bytes=tuple(spread.total("state")),
+        host_rest_bytes=tuple(spread.total("host rest")),
+        host_state_bytes=tuple(spread.total("host state")),
+        cache_bytes=tuple(spread.total("cache")),
+        host_read_bytes=tuple(spread.total("host read")),
+        host_update_bytes=tuple(spread.total("host update")),
         served_bytes=tuple(spread.total("rows")),
         served_ids=tuple(spread.total("ids")),
         requested_bytes=sum(rows_of(tables[i], samples) * tables[i].dim * 4 for i in exchanged),
@@ -265,9 +318,12 @@ def _pack(
 class _Spread:
     """Sums over ranks, where most of what is added goes to a run of ranks."""
 
+    _HOST = ("host rest", "host state", "cache", "host read", "host update")
+
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._steps = {name: [0.0] * (ranks + 1) for name in ("rest", "gathered", "state", "rows", "ids", "weight")}
+        names = ("rest", "gathered", "state", "rows", "ids", "weight")
+        self._steps = {name: [0.0] * (ranks + 1) for name in (*names, *self._HOST)}
         self.local_bytes = 0.0
         self.replicated_bytes = 0.0
 
@@ -283,8 +339,12 @@ class _Spread:
         *,
         gathered: float,
         ids: float | None = None,
+        parts: int = 1,
     ) -> None:
-        """Put ``share`` of a table on each of the ranks [first, last), ``gathered`` of it counting padding."""
+        """Put ``share`` of a table on each of the ranks [first, last), ``gathered`` of it counting padding.
+
+        With ``parts`` above 1 the share is one of so many column shards.
+        """
         served = rows_of(table, workload.samples_per_rank) * ranks
         amounts = {
             "rest": table.rest_bytes * share,
@@ -294,6 +354,14 @@ class _Spread:
             "ids": served * (share if ids is None else ids),
             "weight": weight * share,
         }
+        if table.memory.location != "device":
+            read, updated = _host_traffic(table, served, workload)
+            # A column shard's cache has every row's bookkeeping.
+            cache = cache_bytes(table.num_rows, table.dim // parts, table.weight_bytes, table.memory)
+            amounts["host rest"] = table.rest_bytes * share
+            amounts["host state"] = table.num_rows * workload.host_state_bytes(table) * share
+            amounts["cache"] = cache * (share * parts)
+            amounts["host read"], amounts["host update"] = read * share, updated * share
         for name, amount in amounts.items():
             self._steps[name][first] += amount
             self._steps[name][last] -= amount

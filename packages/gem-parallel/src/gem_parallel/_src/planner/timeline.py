@@ -99,16 +99,24 @@ def compute_seconds(
     """Seconds by measured rates, of the heaviest rank or of the mean."""
     samples = workload.samples_per_rank * (workload.imbalance if heaviest else 1.0)
     pairs = [_unit_seconds(unit, samples, hardware) for unit in model.units]
-    served_all = plan.served_bytes
-    served = (max(served_all) if heaviest else sum(served_all) / len(served_all)) + plan.local_bytes
+    serving = [
+        (
+            rows / hardware.embedding_read.value + read / hardware.host_read.value,
+            rows / hardware.embedding_update.value + updated / hardware.host_update.value,
+        )
+        for rows, read, updated in zip(plan.served_bytes, plan.host_read_bytes, plan.host_update_bytes, strict=True)
+    ]
+    lookup, update = (
+        max(serving, key=sum) if heaviest else [sum(each) / len(serving) for each in zip(*serving, strict=True)]
+    )
     outputs = sum(table.outputs_per_sample * table.dim * 4 for table in model.tables) * samples
     owned = sum(shard_elements(unit, dims) for unit in model.units)
     return ComputeSeconds(
         forward=tuple(forward for forward, _ in pairs),
         backward=tuple(backward for _, backward in pairs),
         recompute=tuple(workload.recompute * forward for forward, _ in pairs),
-        lookup=served / hardware.embedding_read.value,
-        update=served / hardware.embedding_update.value,
+        lookup=lookup + plan.local_bytes / hardware.embedding_read.value,
+        update=update + plan.local_bytes / hardware.embedding_update.value,
         # Every output row is read from where the exchange put it, and written.
         pooling=2 * outputs / hardware.copy.value,
         optimizer=owned * OPTIMIZER_BYTES / hardware.copy.value,
