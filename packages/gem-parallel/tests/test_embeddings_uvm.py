@@ -96,6 +96,7 @@ def refusals(
             "on a CPU device, where tables lie in host memory anyway, got 'uvm_caching'; leave `location`",
         ),
         ({"dtype": "bfloat16"}, "with bfloat16 weights.*use weight_dtype=torch.float16"),
+        ({"dtype": "float16", "kind": "adam"}, "or 'uvm' with float16 weights under adam.*weight_dtype=torch.float32"),
         ({"placement": "replicated"}, "for a replicated table.*use placement='row_wise'"),
         ({"placement": "column_wise", "kind": "rowwise_adagrad"}, "for a column_wise table under rowwise_adagrad"),
         ({"replicas": 2}, "with 2 copies whose lookup gathers whole tables on the device.*use gather='rows'"),

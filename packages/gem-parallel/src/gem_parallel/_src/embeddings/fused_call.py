@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 __all__ = ["FusedCall"]
@@ -67,12 +68,20 @@ class FusedCall:
             parts = ("dev", "host", "uvm", "offsets", "placements")
             self._rest.append(args.Momentum(*(getattr(tbe, f"momentum{number}_{part}") for part in parts)))
         self._counts_steps = kind == "adam"
+        # Without one, fbgemm makes an empty counter in the weights' dtype, and its backward refuses float16.
+        self._counter: Any = None
+        if kind == "adam":
+            empty = tbe.weights_dev.new_empty(0, dtype=torch.float32)
+            offsets, placements = empty.to(torch.int64), empty.to(torch.int32)
+            self._counter = args.Momentum(dev=empty, host=empty, uvm=empty, offsets=offsets, placements=placements)
         self._invoke: Any = getattr(invokers, f"lookup_{kind}").invoke
 
     def __call__(self, ids: Tensor, bags: Tensor, step: int) -> Tensor:
         """Sums over bags, in the graph; ``step`` is what Adam's bias correction counts, from 1."""
         common = self._common._replace(indices=ids, offsets=bags)
         rows: Tensor = (
-            self._invoke(common, *self._rest, step) if self._counts_steps else self._invoke(common, *self._rest)
+            self._invoke(common, *self._rest, step, row_counter=self._counter)
+            if self._counts_steps
+            else self._invoke(common, *self._rest)
         )
         return rows

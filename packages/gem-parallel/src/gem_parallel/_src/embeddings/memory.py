@@ -57,7 +57,7 @@ def check_locations(
 
     Raises:
         ValueError: a table in host memory on a CPU device, with bfloat16 weights, replicated, column-wise under
-            rowwise_adagrad, or in copies whose lookup gathers whole tables.
+            rowwise_adagrad, in copies whose lookup gathers whole tables, or behind a cache in float16 under adam.
     """
     for group in groups:
         for shard in group.tables:
@@ -69,6 +69,11 @@ def check_locations(
                 rule = "on a CPU device, where tables lie in host memory anyway", "leave `location` out"
             elif weight_dtype == torch.bfloat16:
                 rule = "with bfloat16 weights, which PyTorch updates", "use weight_dtype=torch.float16 or torch.float32"
+            elif weight_dtype == torch.float16 and optimizer.kind == "adam" and table.location == "uvm_caching":
+                rule = (
+                    "or 'uvm' with float16 weights under adam, of which fbgemm's backward refuses a cache",
+                    "use weight_dtype=torch.float32",
+                )
             elif group.replicated:
                 rule = "for a replicated table, whose gradient is as large as the table", "use placement='row_wise'"
             elif group.joint:
