@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gem_parallel import FeatureConfig, ShardedEmbeddings, SparseOptimizerConfig, TableConfig
 from gem_parallel._src.embeddings import build as build_source
 from gem_parallel._src.embeddings import combined_engine as combined_source
-from gem_parallel._src.embeddings import local as local_source
+from gem_parallel._src.embeddings import flat_batch as flat_source
 from gem_parallel._src.embeddings.combined_engine import CombinedEngine, split_tables
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -122,22 +122,22 @@ def test_random_batches_from_another_stream():
 
 @pytest.mark.parametrize("layouts", [(1, 2**20), (4, 0), (4, 40)])
 def test_layouts_are_not_kept_for_ever(monkeypatch, layouts):
-    monkeypatch.setattr(local_source, "MAX_LAYOUTS", layouts[0])
-    monkeypatch.setattr(local_source, "MAX_LAYOUT_ELEMENTS", layouts[1])
+    monkeypatch.setattr(flat_source, "MAX_LAYOUTS", layouts[0])
+    monkeypatch.setattr(flat_source, "MAX_LAYOUT_ELEMENTS", layouts[1])
     steps_match("cpu")
     module = make()
     generator = torch.Generator().manual_seed(4)
     for _ in range(8):
         module.exchange(random_batch(generator))
-    assert len(module._local._layouts) <= layouts[0]
-    assert all(each.low.numel() <= layouts[1] for each in module._local._layouts.values())
+    assert len(module._local._flattener._layouts) <= layouts[0]
+    assert all(each.low.numel() <= layouts[1] for each in module._local._flattener._layouts.values())
 
 
 def test_a_layout_is_used_again():
     module = make()
     batches = [{"a_sum": (torch.full((3,), each), torch.tensor([0, 1, 3]))} for each in range(4)]
     outputs = [module.lookup(module.exchange(batch))["a_sum"] for batch in batches]
-    assert len(module._local._layouts) == 1
+    assert len(module._local._flattener._layouts) == 1
     rows = module.state_dict()["tables.a.weight"]
     for each, output in enumerate(outputs):
         torch.testing.assert_close(output, torch.stack([rows[each], 2 * rows[each]]))

@@ -41,6 +41,8 @@ class Unit:
     bases: tuple[int, ...]
     """Row of the engine at which each slot's table begins."""
     dim: int
+    sums: bool
+    """Whether it sums over bags; if not, the order of the slots is free, and offsets are checked only."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -92,8 +94,9 @@ class _Part:
         slots = [slot for slot, here in zip(unit.slots, present, strict=True) if here]
         self.names = [slot.config.name for slot in slots]
         self.first, self.end = first, first + len(slots)
-        self.num_single = sum(slot.config.pooling == "none" for slot in slots)
-        self.num_sums = sum(slot.config.pooling == "sum" for slot in slots)
+        poolings = [slot.config.pooling if unit.sums else "none" for slot in slots]
+        self.num_single = poolings.count("none")
+        self.num_sums = poolings.count("sum")
         self.has_means = self.num_single + self.num_sums < len(slots)
         self.mixed = 0 < self.num_single < len(slots)
 
