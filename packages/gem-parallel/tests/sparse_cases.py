@@ -28,6 +28,7 @@ class SparseCase:
     kind: str
     exact: bool
     """Gradients are small multiples of a power of two, so that their sums are exact in any order."""
+    weight_decay: float = 0.0
 
     def placement_of(self, table):
         return MIXED_PLACEMENTS.get(table, "column_wise") if self.placement == "mixed" else self.placement
@@ -37,7 +38,8 @@ class SparseCase:
 
     @property
     def id(self):
-        return f"{self.placement}-{self.pooling}-{self.kind}-{'exact' if self.exact else 'random'}"
+        decay = f"-decay{self.weight_decay}" if self.weight_decay else ""
+        return f"{self.placement}-{self.pooling}-{self.kind}-{'exact' if self.exact else 'random'}{decay}"
 
 
 CASES = [
@@ -70,6 +72,8 @@ GRID_CASES = [
     for kind in kinds
     for exact in ((True, False) if placement == "mixed" else (True,))
 ]
+# A row that several ranks name decays once.
+GRID_CASES += [SparseCase("mixed", "mixed", kind, True, 0.25) for kind in ("rowwise_adagrad", "adam")]
 
 
 def bitwise(case):
@@ -86,7 +90,7 @@ def make(case, mesh=None, device="cpu", **options):
     ]
     features = [FeatureConfig(name=f"f_{name}", table=name, pooling=case.pooling_of(name)) for name in TABLES]
     features.append(FeatureConfig(name="again", table="wide", pooling="none"))
-    optimizer = SparseOptimizerConfig(kind=case.kind, learning_rate=0.125, eps=1e-6)
+    optimizer = SparseOptimizerConfig(kind=case.kind, learning_rate=0.125, eps=1e-6, weight_decay=case.weight_decay)
     return ShardedEmbeddings(tables, features, optimizer=optimizer, mesh=mesh, device=device, seed=5, **options)
 
 
