@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,15 +34,35 @@ def run(capsys, *arguments):
     return code, captured.out, captured.err
 
 
-def test_dense_description_is_complete():
-    units = describe_dense(SMALL, LENGTHS)
-    model = RankingModel(SMALL)
+@pytest.mark.parametrize("num_experts", [1, 3])
+def test_dense_description_is_complete(num_experts):
+    config = replace(SMALL, num_experts=num_experts)
+    units = describe_dense(config, LENGTHS)
+    model = RankingModel(config)
     assert sum(unit.num_parameters for unit in units) == sum(p.numel() for p in model.parameters())
     batch = describe_module._lengths_only(4, LENGTHS)
     total = model.flops(batch).total
     assert 4 * sum(3 * unit.gemm_flops + 3.5 * unit.attention_flops for unit in units) == pytest.approx(total, rel=1e-6)
-    assert {unit.name for unit in units} >= {"heads", "layers.0.interaction", "layers.2.towers.history"}
+    mixture = ".mixture" if num_experts > 1 else ""
+    assert {unit.name for unit in units} >= {"heads", f"layers.0.interaction{mixture}", "layers.2.towers.history"}
     assert all(unit.activation_bytes > 0 for unit in units)
+    experts = [unit for unit in units if unit.num_experts > 1]
+    assert [unit.name for unit in experts] == list(model.expert_layers)
+    for layer, unit in enumerate(experts):
+        expert = model.get_submodule(unit.name).experts[0]
+        assert unit.expert_input_bytes == 4 * config.dim * expert.interaction.residual.linear.in_features, layer
+        assert unit.expert_output_bytes == 4 * config.dim * expert.interaction.residual.linear.out_features, layer
+
+
+def test_experts_of_a_recipe_are_planned_over_ep(capsys):
+    arguments = ("explain", "synthetic", "--ranks", "8", "--set", "model.num_experts=4", "--dims", "ep=4", "--json")
+    code, out, _ = run(capsys, *arguments)
+    assert code == 0
+    plan = json.loads(out)
+    assert plan["dims"]["ep"] == 4
+    moved = [each["bytes"] for each in plan["collectives"] if each["axis"] == "ep"]
+    assert len(moved) >= 4
+    assert all(moved)
 
 
 def test_what_is_saved_is_linear_in_the_widths():

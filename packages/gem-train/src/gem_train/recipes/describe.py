@@ -88,7 +88,10 @@ def describe_dense(
     units = _units(model)
     shapes: dict[str, list[tuple[int, ...]]] = {name: [] for name in units}
     for name, parameter in model.named_parameters():
-        shapes[_unit_of(name, units)].append(tuple(parameter.shape))
+        unit = _unit_of(name, units)
+        # Experts are alike: a unit of several has the shapes of one.
+        if unit not in model.expert_layers or name.startswith(f"{unit}.experts.0."):
+            shapes[unit].append(tuple(parameter.shape))
     gemm = dict.fromkeys(units, 0.0)
     attention = dict.fromkeys(units, 0.0)
     for name, count in flops.items():
@@ -107,9 +110,24 @@ def describe_dense(
                 attention_flops=attention[name],
                 activation_bytes=saved.get(name, 0.0) * element_bytes / 4,
                 reshard_after_forward=bool(name),
+                **_expert_options(model, name, element_bytes),
             )
         )
     return tuple(unit for unit in found if unit.name or unit.shapes or unit.gemm_flops or unit.activation_bytes)
+
+
+def _expert_options(model: RankingModel, name: str, element_bytes: int) -> dict[str, Any]:
+    """What a unit that sums experts adds to its description: how many, and what their rows weigh on the wire."""
+    config = model.config
+    if name not in model.expert_layers:
+        return {}
+    first = name == model.expert_layers[0]
+    num_inputs = (config.num_input_tokens if first else config.num_tokens) + config.num_pooled_tokens
+    return {
+        "num_experts": config.num_experts,
+        "expert_input_bytes": float(element_bytes * num_inputs * config.dim),
+        "expert_output_bytes": float(element_bytes * config.num_tokens * config.dim),
+    }
 
 
 def measure_activations(config: RankingConfig, lengths: Mapping[str, Sequence[int]]) -> dict[str, float]:
