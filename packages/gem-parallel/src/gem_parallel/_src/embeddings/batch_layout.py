@@ -40,6 +40,8 @@ class Unit:
     """Rows of each slot's table."""
     bases: tuple[int, ...]
     """Row of the engine at which each slot's table begins."""
+    tables: tuple[int, ...]
+    """Number of each slot's table."""
     dim: int
     sums: bool
     """Whether it sums over bags; if not, the order of the slots is free, and offsets are checked only."""
@@ -77,6 +79,8 @@ class BatchLayout:
     high: Tensor
     shift: Tensor
     """(L,) int64"""
+    table: Tensor
+    """(L,) int64 of a value: number of its table in the unit's group."""
     num_values: int
     """A"""
     num_falls: int
@@ -141,16 +145,16 @@ class Structure:
         self._runs = np.array([run for run in self._run_order if run >= 0], dtype=np.int64)
         self._runs_at = np.array([at for run, at in zip(self._run_order, starts, strict=True) if run >= 0])
         self._single_at = [at for run, at in zip(self._run_order, starts, strict=True) if run < 0]
-        # Rows: low, high, shift, length.
-        self._template = np.zeros((4, start), dtype=np.int64)
+        # Rows: low, high, shift, table, length.
+        self._template = np.zeros((5, start), dtype=np.int64)
         slots = [
-            (rows - 1, base)
+            (rows - 1, base, table)
             for unit, here in zip(units, present, strict=True)
-            for rows, base, taken in zip(unit.num_rows, unit.bases, here, strict=True)
+            for rows, base, table, taken in zip(unit.num_rows, unit.bases, unit.tables, here, strict=True)
             if taken
         ]
-        self._template[1:3, :count] = np.array(slots).reshape(count, 2).T
-        self._template[3, self._runs_at] = 1
+        self._template[1:4, :count] = np.array(slots).reshape(count, 3).T
+        self._template[4, self._runs_at] = 1
 
     def lay_out(self, num_values: Sequence[int], num_offsets: Sequence[int]) -> BatchLayout:
         """The layout of a batch whose features have so many values and offsets; P of each."""
@@ -164,25 +168,26 @@ class Structure:
         runs, at = self._runs, self._runs_at
         ends = values * (offsets > 1)
         table = self._template.copy()
-        table[3, : len(values)] = values
+        table[4, : len(values)] = values
         table[1, at + 1] = values[runs]
         table[0, at + 2] = table[1, at + 2] = ends[runs]
         table[2, at] = table[2, at + 1] = table[2, at + 2] = shifts[runs]
-        table[3, at + 1] = np.maximum(offsets[runs] - 2, 0)
-        table[3, at + 2] = np.minimum(offsets[runs] - 1, 1)
+        table[4, at + 1] = np.maximum(offsets[runs] - 2, 0)
+        table[4, at + 2] = np.minimum(offsets[runs] - 1, 1)
         mixed = [part for part in self._parts if part.mixed]
         singles = [int(shifts[part.first + part.num_single]) for part in mixed]
         for single, place in zip(singles, self._single_at, strict=True):
-            table[1, place] = table[3, place] = single
-        np.cumsum(table[3], out=table[3])
-        low, high, shift = self._expand(table)
-        total = int(table[3, len(values) - 1])
+            table[1, place] = table[4, place] = single
+        np.cumsum(table[4], out=table[4])
+        low, high, shift, number = self._expand(table)
+        total = int(table[4, len(values) - 1])
         units, pairs = self._place(num_values, num_offsets, starts, total)
         return BatchLayout(
             units=units,
             low=low,
             high=high,
             shift=shift,
+            table=number,
             num_values=total,
             num_falls=self._count_falls(shifts, shifts + ends, singles),
             impossible=bool((ends < values).any()),
@@ -190,16 +195,16 @@ class Structure:
         )
 
     def _expand(self, table: NDArray[np.int64]) -> tuple[Tensor, ...]:
-        """(low, high, shift) per element, of segments; the last row of ``table`` says where each ends."""
+        """(low, high, shift, table) per element, of segments; the last row of ``table`` says where each ends."""
         if self._device.type == "cpu":
             small = torch.from_numpy(table)
         else:
             pinned = torch.empty(table.shape, dtype=torch.int64, pin_memory=True)
             pinned.numpy()[:] = table
             small = pinned.to(self._device, non_blocking=True)
-        elements = torch.arange(int(table[3, -1]), device=self._device)
-        which = torch.searchsorted(small[3], elements, right=True)
-        return small[:3].index_select(1, which).unbind()
+        elements = torch.arange(int(table[-1, -1]), device=self._device)
+        which = torch.searchsorted(small[-1], elements, right=True)
+        return small[:-1].index_select(1, which).unbind()
 
     def _count_falls(self, firsts: NDArray[np.int64], lasts: NDArray[np.int64], singles: Sequence[int]) -> int:
         """How often the last offset of a run lies above the first of the next."""

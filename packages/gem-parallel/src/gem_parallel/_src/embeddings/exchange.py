@@ -4,25 +4,31 @@ Per group: an id becomes its position in the concatenation of all shards, ordere
 positions puts the distinct ids in sending order. The counts of all groups and the state of the check travel in one
 all-to-all of integers, with replicas in a second one between them; then is the only time that the host waits for the
 device. The counts fix the size of every later transfer of the batch.
+
+The state of the check is how many faults there are. If there are any, on any rank, the same exchange runs once more,
+for whose they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from gem_parallel._src.embeddings.batch_layout import Unit
+from gem_parallel._src.embeddings.config import FeatureConfig, IdPolicy
+from gem_parallel._src.embeddings.flat_batch import FlatBatch, Flattener
 from gem_parallel._src.embeddings.grid import Grid
-from gem_parallel._src.embeddings.ids import NUM_SUMMARY, BatchIds, BatchReport, GroupIds, join_bags, summarise
+from gem_parallel._src.embeddings.ids import BatchReport, FeatureIds, GroupIds, join_bags, summarise
 from gem_parallel._src.embeddings.layout import Group
 from gem_parallel._src.embeddings.link import Transfer
 from gem_parallel._src.embeddings.pending import GroupRequest, ReplicaRoute, Route
 from gem_parallel._src.embeddings.plan import Distinct, GroupPlan, block_order, find_distinct, order_locally
-from gem_parallel._src.embeddings.transfer import DeviceVector
+from gem_parallel._src.embeddings.transfer import DeviceVector, to_device
 
-__all__ = ["Exchanger", "RankReport"]
+__all__ = ["Exchanged", "Exchanger", "RankReport"]
 
 NUM_FLAGS = 6
 """Leading columns of the counts: refused, malformed places and their first feature, first feature and id out of range,
@@ -58,10 +64,38 @@ def _rank_report(rank: int, columns: Sequence[int]) -> RankReport:
     )
 
 
-def _is_bad(flags: Tensor, report_ids: bool) -> Tensor:
+def _is_bad(flags: Tensor, policy: IdPolicy) -> Tensor:
     """(rows,) bool of (rows, NUM_FLAGS or more)."""
     bad = (flags[:, 0] > 0) | (flags[:, 1] > 0)
-    return bad | (flags[:, 5] > 0) if report_ids else bad
+    return bad | (flags[:, 5] > 0) if policy == "error" else bad
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchanged:
+    """What an exchange has come to."""
+
+    requests: list[GroupRequest]
+    works: list[Transfer]
+    """Transfers that the requests wait for."""
+    report: BatchReport | None
+    """Of this rank; None if nothing is wrong."""
+    faults: list[RankReport]
+    """Ranks with faults; if there are any, there are no requests, on any rank."""
+    groups: list[GroupIds]
+    """This rank's ids."""
+
+
+def _unit(group: Group) -> Unit:
+    """A group whose values are laid out in order of table."""
+    slots = group.features
+    return Unit(
+        slots=slots,
+        num_rows=tuple(group.tables[slot.table].config.num_rows for slot in slots),
+        bases=(0,) * len(slots),
+        tables=tuple(slot.table for slot in slots),
+        dim=group.dim,
+        sums=False,
+    )
 
 
 class Exchanger:
@@ -69,14 +103,29 @@ class Exchanger:
 
     Args:
         groups: The tables by dim.
+        features: As configured.
         grid: The ranks.
         device: Of the ids.
+        policy: What becomes of bad ids.
         combined: Per group, whether every rank has one engine for it (``shares_rows``).
     """
 
-    def __init__(self, groups: Sequence[Group], grid: Grid, device: torch.device, combined: Sequence[bool]) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        features: Sequence[FeatureConfig],
+        grid: Grid,
+        device: torch.device,
+        *,
+        policy: IdPolicy,
+        combined: Sequence[bool],
+    ) -> None:
         self._grid = grid
         self._device = device
+        self._groups, self._features = groups, features
+        self._policy = policy
+        units = [_unit(group) for group in groups]
+        self._flattener = Flattener(units, groups, features, policy=policy, device=device)
         self._sharded = [not group.replicated for group in groups]
         self._plans = [
             GroupPlan(
@@ -88,6 +137,8 @@ class Exchanger:
             )
             for group, one in zip(groups, combined, strict=True)
         ]
+        self._before = torch.zeros(1, dtype=torch.int64, device=device)
+        self._between = torch.full((3,), -1, dtype=torch.int64, device=device)
         self._num_counts = sum(
             plan.num_tables * plan.num_replicas
             for plan, sharded in zip(self._plans, self._sharded, strict=True)
@@ -95,61 +146,64 @@ class Exchanger:
         )
 
     def refuse(self) -> None:
-        """Tell the other ranks that this one has raised, in place of its counts."""
+        """Tell the other ranks that this one has raised, in place of its counts, and in place of details."""
+        send = self._flags_only([1, 0, -1, -1, -1, 0])
+        for _ in range(2):
+            self._tell(send)
+
+    def _flags_only(self, flags: Sequence[int]) -> Tensor:
         send = torch.zeros(self._grid.num_shards, NUM_FLAGS + self._num_counts, dtype=torch.int64, device=self._device)
-        send[:, 0] = 1
-        send[:, 2:5] = -1
-        self._tell(send, report_ids=False)
+        send[:, :NUM_FLAGS] = to_device(flags, self._device)
+        return send
 
-    def exchange(
-        self, batch: BatchIds, *, report_ids: bool
-    ) -> tuple[list[GroupRequest], list[Transfer], BatchReport, list[RankReport]]:
-        """Send a batch's ids.
+    def exchange(self, ids: Mapping[str, tuple[Tensor, Tensor]]) -> Exchanged:
+        """Send a batch's ids; if a rank's batch is bad, its details.
 
-        Args:
-            batch: This rank's ids.
-            report_ids: Whether out-of-range ids are faults.
-
-        Returns:
-            Requests, the transfers they wait for, this rank's own report, and the ranks with faults; with faults there
-            are no requests, on any rank.
+        Raises:
+            TypeError, ValueError: what the host can see of a bad batch; the other ranks are told.
         """
-        grid, summary = self._grid, batch.summary
+        try:
+            batch = self._flattener.flatten(ids)
+        except (TypeError, ValueError):
+            self.refuse()
+            raise
+        groups = self._group_ids(ids, batch)
+        grid = self._grid
         found = [
-            find_distinct(ids, plan) if sharded else None
-            for ids, plan, sharded in zip(batch.groups, self._plans, self._sharded, strict=True)
+            find_distinct(each, plan) if sharded else None
+            for each, plan, sharded in zip(groups, self._plans, self._sharded, strict=True)
         ]
-        flags = torch.cat([summary.new_zeros(1), summary[:NUM_SUMMARY], summary[NUM_SUMMARY:].sum().view(1)])
+        flags = self._flags(batch)
         rows = [flags.expand(grid.num_shards, NUM_FLAGS)]
         rows += [each.send_counts.view(grid.num_shards, -1) for each in found if each is not None]
         send = torch.cat(rows, dim=1)
-        received, from_replicas = self._tell(send, report_ids=report_ids)
-        # One transfer: own counts and report, and everyone's counts and flags.
-        parts = [summary, send.flatten(), received.flatten(), from_replicas.flatten()]
-        try:
-            host = DeviceVector(torch.cat(parts)).read(grid.shards.timeout_s)
-        except TimeoutError as error:
-            grid.shards.fail(COUNTS, grid.shards.timeout_s or 0.0, error)
-        own, sent, got, others = host.split([part.numel() for part in parts])
-        report = summarise(own.tolist())
-        sent, got = sent.view_as(send), got.view_as(received)
-        others = others.view(from_replicas.shape)
-        faults = self._faults(got, others, report_ids)
+        sent, got, others = self._read(send)
+        num_malformed, num_bad = int(sent[0, 1]), int(sent[0, 5])
+        report = None
+        if batch is not None and (num_malformed or num_bad):
+            report = summarise(self._flattener.again(batch.layout, batch.given).summary.tolist())
+        faults = self._faults(got, others)
         if faults:
-            return [], [], report, faults
+            # Whose ids and offsets they are, and which, nobody has looked at yet.
+            told = [0, 0, -1, -1, -1, 0]
+            if report is not None:
+                first = (report.malformed, report.malformed_feature, report.first_feature, report.first_id)
+                told = [0, *first, sum(report.out_of_range)]
+            _, got, others = self._read(self._flags_only(told))
+            return Exchanged(requests=[], works=[], report=report, faults=self._faults(got, others), groups=groups)
         requests, works = [], []
         column = 0
-        for ids, plan, each in zip(batch.groups, self._plans, found, strict=True):
+        for mine, plan, each in zip(groups, self._plans, found, strict=True):
             if each is None:
-                local = order_locally(ids, plan)
+                local = order_locally(mine, plan)
                 nothing = [0] * plan.num_tables
-                bags = join_bags(ids.features)
-                requests.append(GroupRequest(ids=ids, rows=ids.values[:0], counts=nothing, local=local, bags=bags))
+                bags = join_bags(mine.features)
+                requests.append(GroupRequest(ids=mine, rows=mine.values[:0], counts=nothing, local=local, bags=bags))
                 continue
             shape = (grid.num_shards, plan.num_tables, plan.num_replicas)
             width = plan.num_tables * plan.num_replicas
             columns = slice(NUM_FLAGS + column, NUM_FLAGS + column + width)
-            request, work = self._send(ids, plan, each, sent[:, columns], got[:, columns].reshape(shape))
+            request, work = self._send(mine, plan, each, sent[:, columns], got[:, columns].reshape(shape))
             if plan.num_replicas > 1:
                 block = slice(1 + NUM_FLAGS + column * grid.num_shards // plan.num_replicas, None)
                 size = grid.num_shards * plan.num_tables
@@ -158,9 +212,60 @@ class Exchanger:
             requests.append(request)
             works.append(work)
             column += width
-        return requests, works, report, faults
+        return Exchanged(requests=requests, works=works, report=report, faults=[], groups=groups)
 
-    def _tell(self, send: Tensor, *, report_ids: bool) -> tuple[Tensor, Tensor]:
+    def _group_ids(self, ids: Mapping[str, tuple[Tensor, Tensor]], batch: FlatBatch | None) -> list[GroupIds]:
+        if batch is None:
+            none = torch.empty(0, dtype=torch.int64, device=self._device)
+            return [
+                GroupIds(group=group, values=none, features=(), counts=(0,) * len(group.tables), tables=none)
+                for group in self._groups
+            ]
+        found = []
+        for group, unit in zip(self._groups, batch.layout.units, strict=True):
+            features = []
+            counts = [0] * len(group.tables)
+            start = 0
+            slots = [slot for slot in group.features if slot.config.name in ids]
+            for slot, size in zip(slots, unit.sizes, strict=True):
+                offsets = ids[slot.config.name][1]
+                features.append(FeatureIds(slot=slot, start=start, end=start + size, offsets=offsets))
+                counts[slot.table] += size
+                start += size
+            found.append(
+                GroupIds(
+                    group=group,
+                    values=batch.safe[unit.values],
+                    features=tuple(features),
+                    counts=tuple(counts),
+                    tables=batch.layout.table[unit.values],
+                    dropped=batch.bad[unit.values] if self._policy == "drop" else None,
+                )
+            )
+        return found
+
+    def _flags(self, batch: FlatBatch | None) -> Tensor:
+        """(NUM_FLAGS,): how many faults there are, and not yet which."""
+        if batch is None:
+            return to_device([0, 0, -1, -1, -1, 0], self._device)
+        split = batch.layout.num_values
+        num_bad = batch.faults[:split].sum().view(1)
+        num_malformed = batch.faults[split:].sum().view(1) - (batch.layout.num_falls - batch.layout.impossible)
+        return torch.cat([self._before, num_malformed, self._between, num_bad])
+
+    def _read(self, send: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tell the others, and wait for it: what was sent, what came, and what came from other copies, on the host."""
+        received, from_replicas = self._tell(send)
+        parts = [send, received, from_replicas]
+        grid = self._grid
+        try:
+            host = DeviceVector(torch.cat([part.flatten() for part in parts])).read(grid.shards.timeout_s)
+        except TimeoutError as error:
+            grid.shards.fail(COUNTS, grid.shards.timeout_s or 0.0, error)
+        sent, got, others = host.split([part.numel() for part in parts])
+        return sent.view_as(send), got.view_as(received), others.view(from_replicas.shape)
+
+    def _tell(self, send: Tensor) -> tuple[Tensor, Tensor]:
         """Swap flags and counts in the sharding group, then, between replicas, what each group found.
 
         Returns:
@@ -172,7 +277,7 @@ class Exchanger:
         grid.shards.all_to_all(received, send, what=COUNTS).wait()
         if grid.copies is None:
             return received, received.new_zeros(0, 1 + NUM_FLAGS)
-        bad = _is_bad(received, report_ids)
+        bad = _is_bad(received, self._policy)
         first = bad.to(torch.int8).argmax().view(1)
         head = torch.cat([first, (received[first, :NUM_FLAGS] * bad[first].unsqueeze(1)).flatten()])
         blocks = [head.expand(grid.num_replicas, -1)]
@@ -188,16 +293,16 @@ class Exchanger:
         grid.copies.all_to_all(from_replicas, told, what="exchange: the exchange of counts between copies").wait()
         return received, from_replicas
 
-    def _faults(self, got: Tensor, others: Tensor, report_ids: bool) -> list[RankReport]:
+    def _faults(self, got: Tensor, others: Tensor) -> list[RankReport]:
         """Ranks of this sharding group with faults, and the first one of each other group that has any."""
         grid = self._grid
         flags = got[:, :NUM_FLAGS]
         found = [
             _rank_report(grid.rank_of(rank, grid.replica_rank), flags[rank].tolist())
-            for rank in _is_bad(flags, report_ids).nonzero().flatten().tolist()
+            for rank in _is_bad(flags, self._policy).nonzero().flatten().tolist()
         ]
         flags = others[:, 1 : 1 + NUM_FLAGS]
-        for replica in _is_bad(flags, report_ids).nonzero().flatten().tolist():
+        for replica in _is_bad(flags, self._policy).nonzero().flatten().tolist():
             if replica != grid.replica_rank:
                 first = int(others[replica, 0])
                 found.append(_rank_report(grid.rank_of(first, replica), flags[replica].tolist()))

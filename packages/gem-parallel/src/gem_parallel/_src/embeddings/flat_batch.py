@@ -23,7 +23,7 @@ __all__ = ["FlatBatch", "Flattener"]
 
 MAX_LAYOUTS = 4
 MAX_LAYOUT_ELEMENTS = 2**20
-"""Layouts of larger batches are not kept: 24 bytes per element."""
+"""Layouts of larger batches are not kept: 32 bytes per element."""
 
 MAX_STRUCTURES = 16
 
@@ -39,18 +39,19 @@ class FlatBatch:
         safe: (L,) clamped, or with dropped ids as the row after their table's last; shifted.
         faults: (L + K - 1,) bool, K offsets: elements out of their bounds, then falls from one offset to the next.
             In a good batch ``layout.num_falls`` of them are True.
+        bad: (L,) the first part of ``faults``.
     """
 
-    __slots__ = ("faults", "given", "layout", "safe")
+    __slots__ = ("bad", "faults", "given", "layout", "safe")
 
     def __init__(self, layout: BatchLayout, given: Tensor, drop: bool) -> None:
         self.layout, self.given = layout, given
         safe = torch.clamp(given, layout.low, layout.high)
         split, length = layout.num_values, given.numel()
         self.faults = torch.empty(2 * length - split - 1, dtype=torch.bool, device=given.device)
-        bad = torch.ne(safe, given, out=self.faults[:length])
+        self.bad = torch.ne(safe, given, out=self.faults[:length])
         if drop:
-            torch.where(bad[:split], layout.high[:split] + 1, safe[:split], out=safe[:split])
+            torch.where(self.bad[:split], layout.high[:split] + 1, safe[:split], out=safe[:split])
         self.safe = safe.add_(layout.shift)
         torch.lt(safe[split + 1 :], safe[split:-1], out=self.faults[length:])
 

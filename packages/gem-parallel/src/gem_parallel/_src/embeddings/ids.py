@@ -56,6 +56,10 @@ class GroupIds:
     features: tuple[FeatureIds, ...]
     counts: tuple[int, ...]
     """Ids per table; they sum to N."""
+    tables: Tensor | None = None
+    """(N,) int64 table of each id, where it is known already."""
+    dropped: Tensor | None = None
+    """(N,) bool, with ``tables``; None if no id is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

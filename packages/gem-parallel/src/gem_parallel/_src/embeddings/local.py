@@ -137,6 +137,7 @@ def _unit(group: Group, engine: CombinedEngine, first_table: int) -> Unit:
         slots=tuple(slots),
         num_rows=tuple(group.tables[slot.table].config.num_rows for slot in slots),
         bases=tuple(engine.bases[slot.table - first_table] for slot in slots),
+        tables=tuple(slot.table for slot in slots),
         dim=engine.dim,
         sums=True,
     )

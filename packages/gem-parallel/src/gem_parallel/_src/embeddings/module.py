@@ -178,7 +178,11 @@ class ShardedEmbeddings(nn.Module):
         # Adam's bias correction and stochastic rounding count the updates.
         self._counts_steps = optimizer.kind == "adam" or weight_dtype == torch.bfloat16
         combined = [shares_rows(group, num_shards, num_replicas, storage) for group in self._groups]
-        self._exchanger = Exchanger(self._groups, self._grid, self.device, combined) if self._grid is not None else None
+        self._exchanger = None
+        if self._grid is not None:
+            self._exchanger = Exchanger(
+                self._groups, self.features, self._grid, self.device, policy=id_policy, combined=combined
+            )
         self._local = self._make_local() if self._grid is None else None
         self._step = 0
         self._learning_rate = optimizer.learning_rate
@@ -222,13 +226,8 @@ class ShardedEmbeddings(nn.Module):
                 pending.ready = local.flag.event
                 pending.stream = torch.cuda.current_stream(self.device)
             return pending
-        try:
-            batch = flatten_ids(ids, self._groups, self.features, policy=self.id_policy, device=self.device)
-        except (TypeError, ValueError):
-            if self._exchanger is not None:
-                self._exchanger.refuse()
-            raise
         if self._exchanger is None:
+            batch = flatten_ids(ids, self._groups, self.features, policy=self.id_policy, device=self.device)
             requests = tuple(
                 GroupRequest(ids=group_ids, rows=group_ids.values, counts=group_ids.counts, route=None)
                 for group_ids in batch.groups
@@ -237,12 +236,12 @@ class ShardedEmbeddings(nn.Module):
             if self.device.type == "cpu":
                 self._settle(pending)
         else:
-            found, works, report, faults = self._exchanger.exchange(batch, report_ids=self.id_policy == "error")
-            self._count(report)
-            if faults:
-                raise_ranks(faults, self._rank, batch.groups, self.features, self.tables)
-            pending = Pending(requests=tuple(found), works=works, summary=None, ready=None)
-        pending.named = self._to_measure(ids)
+            found = self._exchanger.exchange(ids)
+            if found.report is not None:
+                self._count(found.report)
+            if found.faults:
+                raise_ranks(found.faults, self._rank, found.groups, self.features, self.tables)
+            pending = Pending(requests=tuple(found.requests), works=found.works, summary=None, ready=None)
         if self.device.type == "cuda":
             pending.ready = torch.cuda.Event()
             pending.ready.record()

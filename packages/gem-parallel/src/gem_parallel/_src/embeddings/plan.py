@@ -81,22 +81,28 @@ class Distinct:
     """(L * T * M,) distinct ids per owner, table and slice."""
 
 
-def _tables_of(ids: GroupIds, device: torch.device) -> Tensor:
+def _tables_of(ids: GroupIds, plan: GroupPlan) -> tuple[Tensor, Tensor | None]:
+    """(N,) the table of each id, and whether the id is one of its rows; None if all are."""
+    if ids.tables is not None:
+        return ids.tables, None if ids.dropped is None else ~ids.dropped
+    device, values = plan.boundaries.device, ids.values
     counts = to_device(ids.counts, device)
     tables = torch.arange(counts.numel(), device=device)
-    return torch.repeat_interleave(tables, counts, output_size=ids.values.numel())
+    table = torch.repeat_interleave(tables, counts, output_size=values.numel())
+    return table, (values >= 0) & (values < plan.num_rows[table])
 
 
 def find_distinct(ids: GroupIds, plan: GroupPlan) -> Distinct:
     """Distinct positions of a group's ids, in sending order."""
     values, device = ids.values, plan.boundaries.device
     num_values = values.numel()
-    table = _tables_of(ids, device)
-    valid = (values >= 0) & (values < plan.num_rows[table])
-    safe = torch.where(valid, values, 0)
+    table, valid = _tables_of(ids, plan)
+    safe = values if valid is None else torch.where(valid, values, 0)
     chunk = plan.chunks[table]
     shard = table * plan.world_size + torch.div(safe, chunk, rounding_mode="floor")
-    positions = torch.where(valid, plan.bases[shard] + safe % chunk, plan.total)
+    positions = plan.bases[shard] + safe % chunk
+    if valid is not None:
+        positions = torch.where(valid, positions, plan.total)
     sorted_positions, order = torch.sort(positions, stable=True)
     is_new = torch.ones(num_values, dtype=torch.int64, device=device)
     if num_values:
@@ -113,10 +119,11 @@ def find_distinct(ids: GroupIds, plan: GroupPlan) -> Distinct:
 
 def order_locally(ids: GroupIds, plan: GroupPlan) -> LocalOrder:
     """Sort a replicated group's values by row; the plan is that of one rank. No size depends on the batch's content."""
-    values, device = ids.values, plan.boundaries.device
-    table = _tables_of(ids, device)
-    valid = (values >= 0) & (values < plan.num_rows[table])
-    rows = torch.where(valid, values + plan.boundaries[table], plan.total)
+    device = plan.boundaries.device
+    table, valid = _tables_of(ids, plan)
+    rows = ids.values + plan.boundaries[table]
+    if valid is not None:
+        rows = torch.where(valid, rows, plan.total)
     in_order, order = torch.sort(rows, stable=True)
     starts = torch.searchsorted(in_order, torch.arange(plan.total + 1, device=device))
     return LocalOrder(rows=rows, order=order, starts=starts)
