@@ -9,10 +9,17 @@ from sparse_cases import full_state
 from torch.distributed.device_mesh import init_device_mesh
 
 from gem_parallel import FeatureConfig, ShardedEmbeddings, SparseOptimizerConfig, TableConfig
+from gem_parallel._src.embeddings import memory as memory_module
 from gem_parallel._src.embeddings.cached_engine import CachedEngine
 from gem_parallel._src.embeddings.engine import FbgemmEngine
 from gem_parallel._src.embeddings.layout import make_groups, make_shards
-from gem_parallel._src.embeddings.memory import cache_bytes, cache_sets, check_cache_fits, check_locations
+from gem_parallel._src.embeddings.memory import (
+    cache_bytes,
+    cache_sets,
+    check_cache_fits,
+    check_host_fits,
+    check_locations,
+)
 
 gpu = pytest.mark.gpu
 KINDS = ["sgd", "adagrad", "rowwise_adagrad", "adam"]
@@ -167,6 +174,22 @@ def test_a_cache_larger_than_the_free_memory_is_refused(monkeypatch):
     check_cache_fits(tables, [9 * 10**6] * 2, 32, torch.float16, device)
     with pytest.raises(ValueError, match=r"tables a, b .*0.05.* fit in the 1.2 GB.*got 2.0 GB; lower `cache_load_f"):
         check_cache_fits(tables, [9 * 10**7] * 2, 32, torch.float32, device)
+
+
+def test_tables_larger_than_the_free_host_memory_are_refused(monkeypatch):
+    monkeypatch.setattr(memory_module, "_free_host_bytes", lambda: 10**9)
+    host, device = (TableConfig(name="t", num_rows=10**8, dim=32, location=each) for each in ("uvm", "device"))
+    check_host_fits([device], [10**8], 32, torch.float32, "adam")
+    check_host_fits([host], [10**7], 32, torch.float16, "rowwise_adagrad")
+    with pytest.raises(ValueError, match=r"tables t in host memory must fit in the 1.0 GB .* got 3.8 GB .* more hosts"):
+        check_host_fits([host], [10**7], 32, torch.float32, "adam")
+    monkeypatch.setattr(memory_module, "_free_host_bytes", lambda: None)
+    check_host_fits([host], [10**7], 32, torch.float32, "adam")
+
+
+def test_free_host_memory_is_read_where_linux_says_it():
+    free = memory_module._free_host_bytes()
+    assert free is None or 0 < free < 2**60
 
 
 # ---------------------------------------------------------------- updates, without a GPU

@@ -15,7 +15,7 @@ from gem_parallel._src.embeddings.engine import Engine, FbgemmEngine
 from gem_parallel._src.embeddings.gathered import GatheredTables
 from gem_parallel._src.embeddings.grid import Grid
 from gem_parallel._src.embeddings.layout import Group
-from gem_parallel._src.embeddings.memory import check_cache_fits
+from gem_parallel._src.embeddings.memory import check_cache_fits, check_host_fits
 from gem_parallel._src.embeddings.plan import slice_bases
 from gem_parallel._src.embeddings.stores import FusedStore, ReplicatedStore, ShardedStore, Store
 from gem_parallel._src.embeddings.torch_engine import TorchEngine, needs_torch_engine
@@ -86,6 +86,7 @@ def make_engines(group: Group, shard_rank: int, replica_rank: int, storage: Stor
     for memory, members in groupby(zip(group.tables, kept, strict=True), key=lambda member: member[0].config.memory):
         found = list(members)
         rows = [end - start for _, (start, end) in found]
+        check_host_fits([shard.config for shard, _ in found], rows, group.dim, weight_dtype, optimizer.kind)
         if combines(memory):
             first = 0
             for count in split_tables(rows):

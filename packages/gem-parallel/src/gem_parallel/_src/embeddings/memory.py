@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -14,7 +15,7 @@ from gem_parallel._src.embeddings.config import (
 )
 from gem_parallel._src.embeddings.layout import Group
 
-__all__ = ["cache_bytes", "cache_sets", "check_cache_fits", "check_locations"]
+__all__ = ["cache_bytes", "cache_sets", "check_cache_fits", "check_host_fits", "check_locations"]
 
 CACHE_WAYS = 32
 """Rows of one set of fbgemm's cache: a row may lie in any place of one set only."""
@@ -117,3 +118,33 @@ def check_cache_fits(
             f"fit in the {free / 1e9:.1f} GB that are free on {device}, got {wanted / 1e9:.1f} GB; "
             "lower `cache_load_factor` or spread the tables over more ranks"
         )
+
+
+def check_host_fits(
+    tables: Sequence[TableConfig], num_rows: Sequence[int], dim: int, weight_dtype: torch.dtype, optimizer: str
+) -> None:
+    """Raise if tables that share an engine are larger than what is free of the host's memory.
+
+    Linux would promise the memory and kill the process when it is used. Other ranks of the host take theirs at the same
+    time and are not counted.
+    """
+    if tables[0].location == "device":
+        return
+    moments = {"adagrad": 1, "adam": 2}.get(optimizer, 0)
+    wanted = sum(num_rows) * dim * (weight_dtype.itemsize + 4 * moments)
+    free = _free_host_bytes()
+    if free is not None and wanted > free:
+        names = ", ".join(table.name for table in tables)
+        raise ValueError(
+            f"ShardedEmbeddings: tables {names} in host memory must fit in the {free / 1e9:.1f} GB that are free "
+            f"there, got {wanted / 1e9:.1f} GB of weights and moments on this rank; spread them over more hosts, use "
+            "weight_dtype=torch.float16 or kind='rowwise_adagrad'"
+        )
+
+
+def _free_host_bytes() -> int | None:
+    """What Linux can give without swapping; None elsewhere."""
+    info = Path("/proc/meminfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return found[0] if found else None

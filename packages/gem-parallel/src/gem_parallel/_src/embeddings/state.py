@@ -79,7 +79,7 @@ class LoadResult:
 
 
 def save_tables(tables: Sequence[LocalTable], prefix: str, grid: Grid | None, step: int | None) -> dict[str, Tensor]:
-    """State dict entries of this rank; views of the live tables.
+    """State dict entries of this rank; views of the live tables, of cached ones true until the next lookup.
 
     A table that lies whole on one rank is a plain tensor, on that rank only, and a replicated one a plain tensor on
     all. Others are DTensors on the ranks that hold a part: Shard(0) over all ranks if placed row-wise, Shard(1) over
