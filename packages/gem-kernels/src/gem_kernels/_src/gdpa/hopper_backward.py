@@ -1,5 +1,7 @@
 """Hopper backward of GDPA in Gluon: one kernel for the gradients of keys and values, one for that of the queries.
 
+For sequences that ``hopper_backward_whole`` does not take: few, long, or of very different lengths.
+
 Scores are computed again; nothing but q, k and v was kept. Both kernels are persistent, with the roles of the forward:
 a producer, a cleaner that zeroes the rows behind a sequence in its last tile, and two consumers of 64 rows each. No
 program adds to what another writes, so the result is the same on every run.
@@ -96,8 +98,9 @@ def _clean_dkdv(
 @gluon.jit
 def _consume_dkdv(
     dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dt, chunks_ptr, q_ring, do_ring, k_tiles, v_tiles, ready, empty, kv_ready,
-    kv_empty, num_works, num_heads_kv, pre_scale, post_scale, ACTIVATION: gl.constexpr,
-    ACTIVATION_DERIVATIVE: gl.constexpr, W: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
+    kv_empty, num_works, num_heads_kv, pre_scale, dv_scale, ds_scale, ACTIVATION: gl.constexpr,
+    ACTIVATION_DERIVATIVE: gl.constexpr, HAS_PRE_SCALE: gl.constexpr, W: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_ring.dtype
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -124,7 +127,8 @@ def _consume_dkdv(
             scores = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
             grad = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
             scores = warpgroup_mma_wait(1, deps=[scores])
-            scores = scores * pre_scale
+            if HAS_PRE_SCALE:
+                scores = scores * pre_scale
             p = gl.convert_layout(ACTIVATION(scores).to(dtype), p_layout)
             slope = ACTIVATION_DERIVATIVE(scores)
             dv = warpgroup_mma(p, do, dv, is_async=True)
@@ -138,10 +142,10 @@ def _consume_dkdv(
         channel = (work % num_heads_kv) * D
         rows = len_k - W * _ROWS
         _store_tile(
-            dk_desc, dk_ptr, k, (dk * (pre_scale * post_scale)).to(dtype), first_k + W * _ROWS, rows, channel,
+            dk_desc, dk_ptr, k, (dk * ds_scale).to(dtype), first_k + W * _ROWS, rows, channel,
             stride_dt, D,
         )  # fmt: skip
-        _store_tile(dv_desc, dv_ptr, v, (dv * post_scale).to(dtype), first_k + W * _ROWS, rows, channel, stride_dt, D)
+        _store_tile(dv_desc, dv_ptr, v, (dv * dv_scale).to(dtype), first_k + W * _ROWS, rows, channel, stride_dt, D)
         tma.store_wait(pendings=0)
         mbarrier.arrive(kv_empty.index(slot), count=1)
         index += 1  # noqa: SIM113
@@ -162,9 +166,11 @@ def _gdpa_hopper_dkdv_kernel(
     num_chunks_ptr,
     num_heads_kv,
     pre_scale,
-    post_scale,
+    dv_scale,  # of the sums for dv
+    ds_scale,  # of those for dk
     ACTIVATION: gl.constexpr,
     ACTIVATION_DERIVATIVE: gl.constexpr,
+    HAS_PRE_SCALE: gl.constexpr,  # pre_scale is not 1
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
     D: gl.constexpr,
@@ -195,16 +201,16 @@ def _gdpa_hopper_dkdv_kernel(
                 _consume_dkdv,
                 (
                     dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dt, chunks_ptr, q_ring, do_ring, k_tiles, v_tiles, ready,
-                    empty, kv_ready, kv_empty, num_works, num_heads_kv, pre_scale, post_scale, ACTIVATION,
-                    ACTIVATION_DERIVATIVE, 0, GROUP, STAGES, D,
+                    empty, kv_ready, kv_empty, num_works, num_heads_kv, pre_scale, dv_scale, ds_scale, ACTIVATION,
+                    ACTIVATION_DERIVATIVE, HAS_PRE_SCALE, 0, GROUP, STAGES, D,
                 ),
             ),
             (
                 _consume_dkdv,
                 (
                     dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dt, chunks_ptr, q_ring, do_ring, k_tiles, v_tiles, ready,
-                    empty, kv_ready, kv_empty, num_works, num_heads_kv, pre_scale, post_scale, ACTIVATION,
-                    ACTIVATION_DERIVATIVE, 1, GROUP, STAGES, D,
+                    empty, kv_ready, kv_empty, num_works, num_heads_kv, pre_scale, dv_scale, ds_scale, ACTIVATION,
+                    ACTIVATION_DERIVATIVE, HAS_PRE_SCALE, 1, GROUP, STAGES, D,
                 ),
             ),
             (
@@ -293,7 +299,8 @@ def _clean_dq(
 @gluon.jit
 def _consume_dq(
     dq_desc, dq_ptr, stride_dt, chunks_ptr, q_tiles, do_tiles, k_ring, v_ring, out_tiles, q_ready, q_empty, ready,
-    empty, num_works, num_heads, pre_scale, post_scale, ACTIVATION_DERIVATIVE: gl.constexpr, W: gl.constexpr,
+    empty, num_works, num_heads, pre_scale, ds_scale, ACTIVATION_DERIVATIVE: gl.constexpr,
+    HAS_PRE_SCALE: gl.constexpr, W: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_tiles.dtype
@@ -321,7 +328,9 @@ def _consume_dq(
                 scores = warpgroup_mma(q, k_ring.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
                 grad = warpgroup_mma(do, v_ring.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
                 scores = warpgroup_mma_wait(1, deps=[scores])
-                slope = ACTIVATION_DERIVATIVE(scores * pre_scale)
+                if HAS_PRE_SCALE:
+                    scores = scores * pre_scale
+                slope = ACTIVATION_DERIVATIVE(scores)
                 grad = warpgroup_mma_wait(0, deps=[grad])
                 ds = gl.convert_layout((slope * grad).to(dtype), p_layout)
                 dq = warpgroup_mma(ds, k_ring.index(s), dq, is_async=True)
@@ -329,7 +338,7 @@ def _consume_dq(
                 mbarrier.arrive(empty.index(s), count=1, pred=is_last_tile)
             mbarrier.arrive(q_empty.index(W), count=1)
             _store_tile(
-                dq_desc, dq_ptr, out_tiles.index(W), (dq * (pre_scale * post_scale)).to(dtype),
+                dq_desc, dq_ptr, out_tiles.index(W), (dq * ds_scale).to(dtype),
                 first_q + t * _TILE_ROWS + W * _ROWS, len_q - t * _TILE_ROWS - W * _ROWS, (work % num_heads) * D,
                 stride_dt, D,
             )  # fmt: skip
@@ -351,8 +360,9 @@ def _gdpa_hopper_dq_kernel(
     num_chunks_ptr,
     num_heads,
     pre_scale,
-    post_scale,
+    ds_scale,
     ACTIVATION_DERIVATIVE: gl.constexpr,
+    HAS_PRE_SCALE: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -385,7 +395,8 @@ def _gdpa_hopper_dq_kernel(
                 _consume_dq,
                 (
                     dq_desc, dq_ptr, stride_dt, chunks_ptr, q_tiles, do_tiles, k_ring, v_ring, out_tiles, q_ready,
-                    q_empty, ready, empty, num_works, num_heads, pre_scale, post_scale, ACTIVATION_DERIVATIVE, 0,
+                    q_empty, ready, empty, num_works, num_heads, pre_scale, ds_scale, ACTIVATION_DERIVATIVE,
+                    HAS_PRE_SCALE, 0,
                     STAGES, BLOCK_N, D,
                 ),
             ),
@@ -393,7 +404,8 @@ def _gdpa_hopper_dq_kernel(
                 _consume_dq,
                 (
                     dq_desc, dq_ptr, stride_dt, chunks_ptr, q_tiles, do_tiles, k_ring, v_ring, out_tiles, q_ready,
-                    q_empty, ready, empty, num_works, num_heads, pre_scale, post_scale, ACTIVATION_DERIVATIVE, 1,
+                    q_empty, ready, empty, num_works, num_heads, pre_scale, ds_scale, ACTIVATION_DERIVATIVE,
+                    HAS_PRE_SCALE, 1,
                     STAGES, BLOCK_N, D,
                 ),
             ),

@@ -108,12 +108,15 @@ def _zero_rows(tile, num_rows, BLOCK_N: gl.constexpr, D: gl.constexpr):
     """Zero the rows of a shared tile from ``num_rows`` on, eight at a time: the cleaner is one warp."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [1, 1], [1, 0])
     rows = gl.arange(0, 8, gl.SliceLayout(1, layout))
+    zeros = gl.zeros([8, D], tile.dtype, layout)
     for r in gl.static_range(BLOCK_N // 8):
-        if num_rows < r * 8 + 8:
-            part = tile.slice(r * 8, 8, dim=0)
-            x = part.load(layout)
-            keep = (rows < num_rows - r * 8)[:, None] & gl.full([8, D], True, gl.int1, layout)
-            part.store(gl.where(keep, x, gl.zeros([8, D], x.dtype, layout)))
+        part = tile.slice(r * 8, 8, dim=0)
+        if num_rows <= r * 8:
+            part.store(zeros)
+        else:
+            if num_rows < r * 8 + 8:
+                keep = (rows < num_rows - r * 8)[:, None] & gl.full([8, D], True, gl.int1, layout)
+                part.store(gl.where(keep, part.load(layout), zeros))
 
 
 @gluon.jit

@@ -1,0 +1,77 @@
+"""Calls of Hopper's kernels that cost the host little: these kernels end in tenths of a millisecond.
+
+Triton looks at every argument of every call to find the variant that was compiled for its kind, and a tile descriptor
+checks itself. Here the caller names the variant, and ``hopper_launch.applies`` has done the checks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_compiled: dict[Hashable, Any] = {}
+
+
+def call(
+    kernel: Any, programs: int, arguments: tuple[Any, ...], constants: Mapping[str, Any], device: torch.device
+) -> None:
+    """Launch ``kernel`` on ``programs`` programs; the current device is ``device``.
+
+    Args:
+        kernel: A jit function whose other arguments are ``constants``, in this order, after ``arguments``.
+        programs: Size of the grid.
+        arguments: Tile descriptors, tensors, numbers and None. Equal constants and equal dtypes, tile shapes and
+            alignments of the arguments must mean the same variant: no number may be one that Triton specialises on.
+        constants: Compile-time values, hashable.
+        device: A CUDA device.
+    """
+    key = (kernel, device.index, tuple(map(_kind, arguments)), tuple(constants.values()))
+    compiled = _compiled.get(key)
+    if compiled is None:
+        assert tuple(kernel.arg_names[len(arguments) :]) == tuple(constants)
+        # None in the interpreter, which compiles nothing.
+        _compiled[key] = kernel[(programs,)](*arguments, **constants)
+    else:
+        compiled[(programs, 1, 1)](*arguments, *constants.values())
+
+
+def _kind(argument: Any) -> Hashable:
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, int | float):
+        return type(argument).__name__
+    return None if argument is None else (argument.base.dtype, *argument.block_shape)
+
+
+def descriptor(x: Tensor, rows: int, columns: int | None = None) -> Any:
+    """What the copy engine needs to know of x (T, H, D), read as a matrix (T, H * D) in tiles (rows, columns or D)."""
+    total, num_heads, dim = x.shape
+    made = object.__new__(_descriptor_type())
+    made.base = x
+    made.shape = [total, num_heads * dim]
+    made.strides = [x.stride(0), 1]
+    made.block_shape = [rows, columns or dim]
+    made.layout = shared_layout(rows, columns or dim, x.dtype)
+    made.padding = "zero"
+    return made
+
+
+@functools.cache
+def _descriptor_type() -> Any:
+    # Imported here: Gluon exists for NVIDIA GPUs only, and not in every Triton.
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor
+
+
+@functools.cache
+def shared_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    """Layout in shared memory of a tile (rows, columns)."""
+    from triton.experimental.gluon import language as gl
+
+    element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], element)
