@@ -51,6 +51,12 @@ class Pairs(nn.Module):
     [
         ([], {}, ValueError, "at least one expert for each of the 1 ranks of `group`, got 0"),
         ([torch.sigmoid], {}, TypeError, "`experts` must hold modules, got builtin"),
+        (
+            [nn.Identity()],
+            {"gather_dtype": torch.float32},
+            ValueError,
+            "one of .* or None, got torch.float32",
+        ),
         ([nn.Identity()], {"reduce_dtype": torch.int32}, ValueError, "`reduce_dtype` must be a floating point dtype"),
     ],
 )

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from gem_parallel import ParallelDims, ParallelPlan, parallelize
 from gem_parallel._src.collectives.base import DefaultCollectives
+from gem_parallel._src.embeddings.wire import bytes_per_row, pack_rows, unpack_rows
 from gem_parallel.experts import ExpertParallel, exchange_counts
 
 pytestmark = pytest.mark.dist
@@ -139,6 +140,10 @@ def rank_cases(rank, world_size, folder):
             counts = tuple(len(each) for each in case.lengths)
             assert rows == (counts, tuple(sum(each) for each in case.lengths), counts)
         found[case.id] = (run(layer, *samples(case)[rank], rows=rows), log)
+    for dtype in NARROW:
+        log = []
+        layer = ExpertParallel(make(5), dist.group.WORLD, collectives=Recorder(log), gather_dtype=dtype)
+        found[dtype] = (run(layer, *samples(uneven(world_size))[rank]), log)
     if world_size == 2:
         found["refusals"] = refusals(rank)
         found["compiled"] = compiled(rank)
@@ -190,6 +195,51 @@ def test_calls_and_bytes(outcome):
         for result in results:
             # No call where no rank has anything to send.
             assert result[case.id][1] == [call for call in forward + backward if call[1] > 0], case.id
+
+
+NARROW = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+
+
+def uneven(world_size):
+    return next(case for case in cases(world_size) if case.id == "uneven")
+
+
+def rounded(tensor, dtype):
+    """As it arrives."""
+    out = torch.empty_like(tensor)
+    unpack_rows(pack_rows(tensor, dtype), dtype, out)
+    return out
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_narrow_gathers_round_once_and_sum_in_full(outcome, dtype):
+    """Equal to one process on rounded inputs and output gradients; the bytes are those of the rounded rows."""
+    world_size, results = outcome
+    case = uneven(world_size)
+    x, values, lengths, weight = (torch.cat(each) for each in zip(*samples(case), strict=True))
+    assert not torch.equal(rounded(x, dtype), x)
+    layer = ExpertParallel(make(5))
+    out, dx, dvalues, grads = run(layer, rounded(x, dtype), rounded(values, dtype), lengths, rounded(weight, dtype))
+    counts, tokens = [len(each) for each in case.lengths], [sum(each) for each in case.lengths]
+    seen = {}
+    for rank, result in enumerate(results):
+        (rank_out, rank_dx, rank_dvalues, rank_grads), log = result[dtype]
+        torch.testing.assert_close(rank_out, out.split(counts)[rank], **BOUND)
+        torch.testing.assert_close(rank_dx, dx.split(counts)[rank], **BOUND)
+        torch.testing.assert_close(rank_dvalues, dvalues.split(tokens)[rank], **BOUND)
+        seen |= rank_grads
+        rows, num_tokens = world_size * max(counts), world_size * max(tokens)
+        assert log == [
+            ("ep AG", rows * bytes_per_row(WIDTH, dtype), "torch.uint8"),
+            ("ep AG", num_tokens * bytes_per_row(3, dtype), "torch.uint8"),
+            ("ep AG", rows * 8, "torch.int64"),
+            ("ep RS", rows * 4 * 4, "torch.float32"),
+            ("ep AG", rows * bytes_per_row(4, dtype), "torch.uint8"),
+            ("ep RS", rows * WIDTH * 4, "torch.float32"),
+            ("ep RS", num_tokens * 3 * 4, "torch.float32"),
+        ]
+    for name, grad in grads.items():
+        torch.testing.assert_close(seen[name], grad, **BOUND)
 
 
 def compiled(rank):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gem_parallel._src.collectives.base import Collectives
+from gem_parallel._src.embeddings.wire import bytes_per_row, pack_rows, unpack_rows
 
 __all__ = ["Exchange", "gather_rows", "scatter_rows"]
 
@@ -25,11 +26,20 @@ class Exchange:
     counts: tuple[tuple[int, ...], ...]
     """Per input, the rows of every rank."""
     reduce_dtype: torch.dtype | None
+    gather_dtype: torch.dtype | None = None
 
     def gather(self, tensor: Tensor, counts: tuple[int, ...]) -> Tensor:
         """(rows of this rank, ...) -> (rows of all ranks, ...)."""
         if tensor.dtype == torch.bool:
             return self.gather(tensor.view(torch.uint8), counts).view(torch.bool)
+        if self.gather_dtype is not None and tensor.is_floating_point():
+            width = tensor.shape[1:].numel()
+            # Of narrow rows the scale would weigh more than what is saved.
+            if 0 < bytes_per_row(width, self.gather_dtype) < width * tensor.element_size():
+                packed = self.gather(pack_rows(tensor.reshape(-1, width).float(), self.gather_dtype), counts)
+                rows = torch.empty((len(packed), width), device=tensor.device)
+                unpack_rows(packed, self.gather_dtype, rows)
+                return rows.to(tensor.dtype).view(-1, *tensor.shape[1:])
         longest, total = max(counts), sum(counts)
         rest = tensor.shape[1:]
         if total == 0 or rest.numel() == 0:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gem_parallel._src.collectives.base import Collectives, DefaultCollectives
+from gem_parallel._src.embeddings.wire import WIRE_DTYPES
 from gem_parallel._src.expert_exchange import Exchange, gather_rows, scatter_rows
 
 __all__ = ["ExpertParallel", "exchange_counts", "is_expert_parameter", "local_experts", "mark_expert_parameters"]
@@ -98,10 +99,16 @@ class ExpertParallel(nn.Module):
         group: The ranks that hold the experts (``ParallelMesh.ep_group``, or a mesh of one axis); None is one process.
         collectives: Engine that moves the rows; default: the group's backend.
         reduce_dtype: dtype in which outputs and input gradients travel and are summed; None is their own.
+        gather_dtype: float16, bfloat16 or float8_e4m3fn: what floating point inputs and output gradients are rounded to
+            while they are gathered, as ``wire_dtype`` of ``ShardedEmbeddings``; experts get them in their own dtype.
+            float16 and float8_e4m3fn rows carry a power of two each. A rank's own rows are rounded, too, so that all
+            experts see the same, and the rounding counts as the identity in backward. None is their own dtype; what
+            would not become smaller keeps it.
 
     Raises:
         TypeError: ``experts`` holds something that is no module.
-        ValueError: fewer experts than ranks, a mesh of several axes, or ``reduce_dtype`` is no floating point dtype.
+        ValueError: fewer experts than ranks, a mesh of several axes, ``reduce_dtype`` is no floating point dtype, or
+            ``gather_dtype`` another one.
     """
 
     def __init__(
@@ -111,6 +118,7 @@ class ExpertParallel(nn.Module):
         *,
         collectives: Collectives | None = None,
         reduce_dtype: torch.dtype | None = None,
+        gather_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         group = _group("ExpertParallel", group)
@@ -125,11 +133,16 @@ class ExpertParallel(nn.Module):
             )
         if reduce_dtype is not None and not reduce_dtype.is_floating_point:
             raise ValueError(f"ExpertParallel: `reduce_dtype` must be a floating point dtype, got {reduce_dtype}")
+        if gather_dtype is not None and gather_dtype not in WIRE_DTYPES[1:]:
+            raise ValueError(
+                f"ExpertParallel: `gather_dtype` must be one of {', '.join(map(str, WIRE_DTYPES[1:]))} or None, got "
+                f"{gather_dtype}"
+            )
         self.num_experts = len(experts)
         self.degree = degree
         self._group = group
         self._collectives = collectives or DefaultCollectives()
-        self._reduce_dtype = reduce_dtype
+        self._reduce_dtype, self._gather_dtype = reduce_dtype, gather_dtype
         mine = local_experts(len(experts), degree, 0 if group is None else dist.get_rank(group))
         self.experts = nn.ModuleDict({str(position): experts[position] for position in mine})
         mark_expert_parameters(self)
@@ -163,7 +176,7 @@ class ExpertParallel(nn.Module):
         if self._group is None or self.degree == 1:
             return self._local(inputs, constants, inputs[0].shape[0])
         counts = self._exchange_rows(inputs) if rows is None else self._checked_rows(inputs, rows)
-        exchange = Exchange(self._group, self._collectives, counts, self._reduce_dtype)
+        exchange = Exchange(self._group, self._collectives, counts, self._reduce_dtype, self._gather_dtype)
         gathered = gather_rows(exchange, inputs)
         partial = self._local(gathered, constants, sum(counts[0]))
         return scatter_rows(exchange, partial, gathered)
