@@ -143,13 +143,15 @@ def draw(curves: dict[str, dict[int, float]], path: Path) -> None:
     for index, (name, curve) in enumerate(curves.items()):
         steps = list(curve)
         above.plot(steps, list(curve.values()), label=name, linewidth=6 - 1.5 * index)
-        apart = [max(abs(curve[step] - reference[step]) / reference[step], 1e-9) for step in steps]
-        below.semilogy(steps, apart, label=name)
+        if index:
+            apart = [max(abs(curve[step] - reference[step]) / reference[step], 1e-9) for step in steps]
+            below.semilogy(steps, apart, color=f"C{index}")
     below.axhline(BOUND, color="black", linestyle="--")
+    below.text(1, BOUND, " bound", verticalalignment="top")
     above.set_ylabel("loss")
-    below.set_ylabel("relative difference")
+    below.set_ylabel("difference from the first")
     below.set_xlabel("step")
-    above.legend()
+    figure.legend(loc="outside upper center", ncols=len(curves), frameon=False)
     figure.savefig(path)
 
 

@@ -12,7 +12,8 @@ import torch
 from gem_train.data import EventLog, generate
 from gem_train.errors import ConfigError
 from gem_train.overrides import apply_overrides, field_values, parse_assignments
-from gem_train.recipes import RunConfig, build, get, names
+from gem_train.recipes import ParallelConfig, RunConfig, build, get, names
+from gem_train.recipes.parallel import AXES
 from gem_train.run_dir import CHANGEABLE, RunDirectory, RunRecord
 from gem_train.world import World
 
@@ -223,6 +224,49 @@ def test_a_damaged_record_is_an_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"config\.json is"):
         RunDirectory(tmp_path).read()
+
+
+@dataclass(frozen=True)
+class Layout:
+    processes: int
+    given: dict[str, int]
+    degrees: tuple[int, ...]
+    """dp_replicate, dp_shard, ep, sparse_replicate, sparse_shard."""
+
+
+LAYOUTS = [
+    Layout(1, {}, (1, 1, 1, 1, 1)),
+    Layout(8, {}, (1, 8, 1, 1, 8)),
+    Layout(8, {"ep": 2}, (1, 4, 2, 1, 8)),
+    Layout(8, {"dp_replicate": 2, "sparse_replicate": 4}, (2, 4, 1, 4, 2)),
+    Layout(8, {"dp_replicate": 2, "dp_shard": 2, "ep": 2, "sparse_replicate": 2, "sparse_shard": 4}, (2, 2, 2, 2, 4)),
+    Layout(6, {"dp_shard": 3, "ep": 2}, (1, 3, 2, 1, 6)),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(map(str, layout.degrees)))
+def test_what_is_left_out_of_a_layout_takes_the_rest(layout: Layout) -> None:
+    config = ParallelConfig(**layout.given)
+    dims = config.dims(layout.processes, num_experts=2)
+    assert tuple(getattr(dims, axis) for axis in AXES) == layout.degrees
+    assert config.without_degrees().dims(layout.processes).dp_shard == layout.processes
+
+
+def test_expert_parallelism_stays_inside_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ParallelConfig(ep=4)
+    assert config.dims(8, num_experts=4).ep == 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # as torchrun says on hosts of two GPUs
+    with pytest.raises(ConfigError, match=r"--ep 4 on 8 processes: .*`ep` must stay inside a host.*nearest: .*ep=2"):
+        config.dims(8, num_experts=4)
+
+
+def test_options_of_the_tables_are_those_of_the_run(log: EventLog) -> None:
+    changes = {"parallel.wire_dtype": "bfloat16", "parallel.sharded_at_rest": "false"}
+    parallel = RunConfig.resolve(get("synthetic"), log, changes).parallel
+    assert parallel.table_options() == {"wire_dtype": torch.bfloat16, "gather": "tables", "keep_gathered": True}
+    assert ParallelConfig().table_options() == {
+        "wire_dtype": torch.float32, "gather": "tables", "keep_gathered": False
+    }  # fmt: skip
 
 
 def test_data_config_is_checked() -> None:
