@@ -429,6 +429,31 @@ def test_feed_ahead_is_what_next_gives(events: EventLog) -> None:
     assert feed.next() is None
 
 
+@pytest.mark.gpu
+def test_feed_does_not_wait_for_the_model_on_a_gpu(events: EventLog) -> None:
+    """The next batch is on the device while the model's stream still works; the stream then waits for the copy."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    expected = list(EventSource(events, "train", global_batch_size=64, seed=1))[1]
+    source = EventSource(events, "train", global_batch_size=64, seed=1)
+    feed = Feed(source, embeddings=ToyTables({}, {}), world=World(device=device), timer=PhaseTimer(device))
+    feed.next()
+    torch.cuda.synchronize()
+    busy = torch.cuda.Event()
+    torch.cuda._sleep(2 * 10**9)  # about a second
+    busy.record()
+    ahead = feed.ahead()
+    assert ahead.copied is not None
+    ahead.copied.synchronize()
+    assert not busy.query()
+    staged = feed.next()
+    assert staged is ahead
+    assert torch.equal(staged.batch.dense.cpu(), expected.dense)
+    for name, (values, offsets) in expected.ids.items():
+        assert torch.equal(staged.batch.ids[name][0].cpu(), values), name
+        assert torch.equal(staged.batch.ids[name][1].cpu(), offsets), name
+    assert busy.query()
+
+
 class Recorder(ToyTables):
     """Tables that write down what is asked of them, batches by number."""
 
