@@ -172,18 +172,26 @@ class FbgemmEngine:
             **cache,
         )
         self._learning_rate = optimizer.learning_rate
-        self._arange = torch.arange(1, device=device)
+        self._arange = torch.empty(0, dtype=torch.int64, device=device)
         self._scratch = [weight[-1] for weight in self._tbe.split_embedding_weights()]
         # With a cache a forward must fetch rows first.
-        self._call = FusedCall(self._tbe, optimizer.kind) if pools and memory.location != "uvm_caching" else None
+        self._call: FusedCall | None = None
+        self._call_unpooled: FusedCall | None = None
+        if pools and memory.location != "uvm_caching":
+            self._call = FusedCall(self._tbe, optimizer.kind)
+            if not on_cpu:
+                self._call_unpooled = FusedCall(self._tbe, optimizer.kind, pooling_mode=PoolingMode.NONE)
 
     def lookup(self, ids: Tensor, counts: Sequence[int], bags: Tensor | None, step: int | None) -> Tensor:
         assert bags is None or self.pools
         tbe = self._tbe
-        if self._call is not None:
-            bags = self._bag_offsets(counts) if bags is None else bags
+        call = self._call
+        if call is not None:
+            if bags is None:
+                call = self._call_unpooled or call
+                bags = self._single_offsets(ids.numel())
             with torch.set_grad_enabled(step is not None):
-                return self._call(ids, bags, step or 1)
+                return call(ids, bags, step or 1)
         if self._kind == "adam":
             # fbgemm counts every forward, evaluation too; the number of training lookups is ours.
             before = 0 if step is None else step - 1
@@ -202,12 +210,19 @@ class FbgemmEngine:
         torch.autograd.backward([rows], [grad])
         self._tbe.set_learning_rate(current)
 
+    def _single_offsets(self, total: int) -> Tensor:
+        """Offsets for rows of their own: bags of one id; where nothing is summed, of ``IDS_PER_BAG``."""
+        size = 1 if self._call_unpooled is None else IDS_PER_BAG
+        num_bags = -(-total // size)
+        if self._arange.numel() <= num_bags:
+            self._arange = torch.arange(0, (2 * num_bags + 1) * size, size, device=self._device)
+        offsets = self._arange[: num_bags + 1]
+        return offsets if total % size == 0 else offsets.clamp(max=total)
+
     def _bag_offsets(self, counts: Sequence[int]) -> Tensor:
-        total = sum(counts)
         if self.pools:
-            if self._arange.numel() <= total:
-                self._arange = torch.arange(2 * total + 1, device=self._device)
-            return self._arange[: total + 1]
+            return self._single_offsets(sum(counts))
+        total = sum(counts)
         num_bags = max(-(-total // (IDS_PER_BAG * self.num_tables)), -(-max(counts) // MAX_IDS_PER_BAG), 1)
         per_table = to_device(counts, self._device)
         ends = per_table.cumsum(0)

@@ -163,7 +163,8 @@ class Exchanger:
             TypeError, ValueError: what the host can see of a bad batch; the other ranks are told.
         """
         try:
-            batch = self._flattener.flatten(ids)
+            stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
+            batch = self._flattener.flatten(ids, stream)
         except (TypeError, ValueError):
             self.refuse()
             raise

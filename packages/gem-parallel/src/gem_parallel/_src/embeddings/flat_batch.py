@@ -27,6 +27,9 @@ MAX_LAYOUT_ELEMENTS = 2**20
 
 MAX_STRUCTURES = 16
 
+INT64 = {torch.int64}
+ONE_DIM = {1}
+
 Kept = TypeVar("Kept")
 
 
@@ -93,66 +96,91 @@ class Flattener:
         self._layouts: dict[object, BatchLayout] = {}
         self._structures: dict[object, Structure] = {}
 
-    def flatten(self, ids: Mapping[str, tuple[Tensor, Tensor]]) -> FlatBatch | None:
+    def flatten(self, ids: Mapping[str, tuple[Tensor, Tensor]], stream: int) -> FlatBatch | None:
         """Lay a batch out and compare it with its bounds; None if it has no features.
+
+        Args:
+            ids: The batch.
+            stream: Which stream this runs on; layouts are used on the stream that made them.
 
         Raises:
             TypeError, ValueError: what the host can see of a bad batch.
         """
-        parts: list[Tensor] = []
-        checked: list[Tensor] = []
         bags: list[list[Tensor]] = []
-        present: list[list[bool]] = []
-        num_values: list[int] = []
-        num_offsets: list[int] = []
-        int64, device, hashed = torch.int64, self._device, self._hashed
+        checked: list[Tensor] = []
+        values: list[Tensor] = []
+        present: list[bool] = []
         for names in self._names:
             unit_bags: list[Tensor] = []
             for name, pooled in names:
                 pair = ids.get(name)
-                if pair is None:
-                    continue
-                try:
-                    values, offsets = pair
-                    (count,), (offset_count,) = values.shape, offsets.shape
-                    good = values.dtype is int64 and offsets.dtype is int64 and offset_count > 0
-                    good = good and values.device == device and offsets.device == device
-                except (AttributeError, TypeError, ValueError):
-                    good = False
-                if not good:
-                    self._refuse(ids)
-                parts.append(hash_ids(values, hashed[name]) if name in hashed else values)
-                (unit_bags if pooled else checked).append(offsets)
-                num_values.append(count)
-                num_offsets.append(offset_count)
+                present.append(pair is not None)
+                if pair is not None:
+                    try:
+                        value, offset = pair
+                    except (TypeError, ValueError):
+                        self._refuse(ids)
+                    values.append(value)
+                    (unit_bags if pooled else checked).append(offset)
             bags.append(unit_bags)
-            present.append([name in ids for name, _ in names])
-        num_found = len(num_values)
+        num_found = len(values)
         if self._repeats:
             # Column shards of one table.
             num_found = len({name for names in self._names for name, _ in names if name in ids})
         if num_found != len(ids):
             self._refuse(ids)
-        if not num_values:
+        if not values:
             return None
-        layout = self._layout(present, num_values, num_offsets)
+        # In the order of values.
+        offsets = checked
+        if len(checked) < len(values):
+            offsets = [ids[name][1] for names in self._names for name, _ in names if name in ids]
+        everything = values + offsets
+        try:
+            good = {each.dtype for each in everything} == INT64 and {each.ndim for each in everything} == ONE_DIM
+            num_values, num_offsets = [each.numel() for each in values], [each.numel() for each in offsets]
+        except AttributeError:
+            good = False
+        if not good or min(num_offsets) == 0:
+            self._refuse(ids)
+        if self._hashed:
+            here = [name for names in self._names for name, _ in names if name in ids]
+            values = [
+                hash_ids(each, self._hashed[name]) if name in self._hashed else each
+                for name, each in zip(here, values, strict=True)
+            ]
+        layout = self._layout(present, num_values, num_offsets, stream)
+        parts = values
         for unit, unit_bags in zip(layout.units, bags, strict=True):
-            parts += unit_bags if unit.counting is None else [unit.counting, *unit_bags]
+            if unit.counting is not None:
+                parts.append(unit.counting)
+            parts += unit_bags
         parts += checked
-        return FlatBatch(layout, torch.cat(parts), self._policy == "drop")
+        try:
+            given = torch.cat(parts)
+        except RuntimeError:
+            # Tensors of two devices, most likely; that error names one.
+            flatten_ids(ids, self._groups, self._features, policy=self._policy, device=self._device)
+            raise
+        if given.device != self._device:
+            self._refuse(ids)
+        return FlatBatch(layout, given, self._policy == "drop")
 
-    def _layout(self, present: list[list[bool]], num_values: list[int], num_offsets: list[int]) -> BatchLayout:
-        stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
-        names = tuple(here for unit in present for here in unit)
+    def _layout(self, present: list[bool], num_values: list[int], num_offsets: list[int], stream: int) -> BatchLayout:
+        names = tuple(present)
         key = (stream, names, *num_values, *num_offsets)
         layout = self._layouts.pop(key, None)
         if layout is None:
-            structure = self._structures.pop(names, None) or Structure(self._units, present, self._device)
+            structure = self._structures.pop(names, None) or self._structure(present)
             _keep(self._structures, names, structure, MAX_STRUCTURES)
             layout = structure.lay_out(num_values, num_offsets)
         if layout.low.numel() <= MAX_LAYOUT_ELEMENTS:
             _keep(self._layouts, key, layout, MAX_LAYOUTS)
         return layout
+
+    def _structure(self, present: list[bool]) -> Structure:
+        remaining = iter(present)
+        return Structure(self._units, [[next(remaining) for _ in unit.slots] for unit in self._units], self._device)
 
     def _refuse(self, ids: Mapping[str, tuple[Tensor, Tensor]]) -> NoReturn:
         flatten_ids(ids, self._groups, self._features, policy=self._policy, device=self._device)

@@ -44,9 +44,10 @@ class FusedCall:
     Args:
         tbe: SplitTableBatchedEmbeddingBagsCodegen; its weights and moments must stay the same tensors.
         kind: Its optimizer, as in SparseOptimizerConfig.
+        pooling_mode: fbgemm's; default: the module's. A module of one table may be called with any.
     """
 
-    def __init__(self, tbe: Any, kind: str) -> None:
+    def __init__(self, tbe: Any, kind: str, *, pooling_mode: Any = None) -> None:
         from fbgemm_gpu import split_embedding_codegen_lookup_invokers as invokers
 
         args = invokers.lookup_args
@@ -63,6 +64,8 @@ class FusedCall:
             feature_requires_grad=None,
             vbe_metadata=args.VBEMetadata(None, None, None),
         )
+        if pooling_mode is not None:
+            self._common = self._common._replace(pooling_mode=pooling_mode)
         self._rest: list[Any] = [tbe.optimizer_args]
         for number in range(1, MOMENTS[kind] + 1):
             parts = ("dev", "host", "uvm", "offsets", "placements")

@@ -62,17 +62,17 @@ class LocalPath:
         self._padding = {unit.dim: torch.zeros(1, unit.dim, device=device) for unit in self._units}
         self._anchor = torch.zeros(0, device=device, requires_grad=True)
 
-    def exchange(self, ids: Mapping[str, tuple[Tensor, Tensor]]) -> LocalBatch:
-        """Lay a batch out and start its check.
+    def exchange(self, ids: Mapping[str, tuple[Tensor, Tensor]], stream: torch.cuda.Stream | None) -> LocalBatch:
+        """Lay a batch out and start its check on the current CUDA stream, which is ``stream``.
 
         Raises:
             TypeError, ValueError: what the host can see of a bad batch.
         """
-        batch = self._flattener.flatten(ids)
+        batch = self._flattener.flatten(ids, 0 if stream is None else stream.cuda_stream)
         if batch is None:
             return LocalBatch(layout=None, given=None, safe=None, flag=None)
         flag = self._flags.pop() if self._flags else Flag(self._device)
-        flag.send(batch.faults.sum())
+        flag.send(batch.faults.sum(), stream)
         return LocalBatch(layout=batch.layout, given=batch.given, safe=batch.safe, flag=flag)
 
     def faults(self, batch: LocalBatch) -> BatchIds | None:

@@ -218,13 +218,13 @@ class ShardedEmbeddings(nn.Module):
             RuntimeError: another rank refused its batch.
         """
         if self._local is not None:
-            local = self._local.exchange(ids)
-            pending = Pending(requests=(), works=[], summary=None, ready=None, local=local, named=self._to_measure(ids))
-            if self.device.type == "cpu":
+            stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+            local = self._local.exchange(ids, stream)
+            pending = Pending(requests=(), works=[], summary=None, ready=None, local=local, stream=stream)
+            if stream is None:
                 self._settle(pending)
             elif local.flag is not None:
                 pending.ready = local.flag.event
-                pending.stream = torch.cuda.current_stream(self.device)
             return pending
         if self._exchanger is None:
             batch = flatten_ids(ids, self._groups, self.features, policy=self.id_policy, device=self.device)
@@ -399,7 +399,10 @@ class ShardedEmbeddings(nn.Module):
             batch = tuple(request.ids for request in pending.requests)
         if report is not None:
             self._count(report)
+            # Whoever catches the error has no batch to look up.
+            pending.started = Started(step=None, learning_rate=0.0, flights=None, done=True)
             raise_local(report, batch, self.features, self.tables, self.id_policy)
+            pending.started = None
 
     def _count(self, report: BatchReport) -> None:
         self._out_of_range = [

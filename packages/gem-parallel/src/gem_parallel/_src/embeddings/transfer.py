@@ -57,11 +57,11 @@ class Flag:
         self._host = torch.empty((), dtype=torch.int64, pin_memory=on_cuda)
         self.event = torch.cuda.Event() if on_cuda else None
 
-    def send(self, number: Tensor) -> None:
-        """Start the copy of an int64 scalar on the current stream; ``event`` follows it."""
+    def send(self, number: Tensor, stream: torch.cuda.Stream | None) -> None:
+        """Start the copy of an int64 scalar on the current stream, which is ``stream``; ``event`` follows it."""
         self._host.copy_(number, non_blocking=True)
         if self.event is not None:
-            self.event.record()
+            self.event.record(stream)
 
     def read(self) -> int:
         """Wait for the copy."""
