@@ -13,7 +13,7 @@ from torchrec_tables import KINDS, PROVIDERS, Case, start_rank
 
 NUM_STEPS, NUM_BAGS = 5, 12
 # Two tables of one dim, two of others. All have more rows than ranks: where a collection has a mean and a rank holds no
-# row of a row-wise table, torchrec 1.9.2 writes past the end of its memory.
+# row of a row-wise table, torchrec 1.9.2 corrupts the heap.
 SUMS = {"rows": (50, 3, 11, 30), "dims": (8, 8, 4, 16), "poolings": ("sum",) * 4}
 MEANS = {**SUMS, "poolings": ("sum", "mean", "mean", "sum")}
 UNPOOLED = {"rows": (50, 3, 11), "dims": (8, 8, 8), "poolings": ("none",) * 3}
