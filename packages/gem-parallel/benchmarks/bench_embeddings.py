@@ -1,7 +1,7 @@
 """ShardedEmbeddings in one process against fbgemm's table-batched embedding alone; JSON lines, then a table.
 
-    python benchmarks/bench_embeddings.py [--device cpu|cuda] [--steps 20] [--batch 2048 ...] [--shape NAME] [--optimizer
-    KIND] [--profile]
+    python benchmarks/bench_embeddings.py [--device cpu|cuda] [--steps 20] [--batch 2048 ...] [--shape NAME]
+    [--optimizer KIND] [--profile]
 
 Each row is one (shape, provider): milliseconds of exchange + lookup (forward) and of backward with the fused optimizer,
 median and 20th / 80th percentile over interleaved steps, and the ratios of the medians to both providers of fbgemm.

@@ -421,6 +421,8 @@ def test_id_error_on_cuda_comes_before_any_row_is_written():
     pending = module.exchange({"x": (values.cuda(), offsets.cuda())})
     with pytest.raises(IndexError, match=r"feature 'x'.*table 't'.*num_rows=10.*got 10"):
         module.lookup(pending)
+    with pytest.raises(ValueError, match="must be a batch that was not looked up"):
+        module.lookup(pending)
     torch.cuda.synchronize()
     assert torch.equal(module.state_dict()["tables.t.weight"], before["tables.t.weight"])
 

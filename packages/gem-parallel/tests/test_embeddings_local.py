@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gem_parallel import FeatureConfig, ShardedEmbeddings, SparseOptimizerConfig, TableConfig
@@ -293,27 +294,43 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def operators(pooling, num_features, mesh=None):
+    """Counts of exchange and lookup, and of backward without the dense part's own, once the sizes are known."""
+    names = [f"f{index}" for index in range(num_features)]
+    module = ShardedEmbeddings(
+        [TableConfig(name=name, num_rows=20, dim=8, placement="row_wise") for name in names],
+        [FeatureConfig(name=name, table=name, pooling=pooling) for name in names],
+        optimizer=SparseOptimizerConfig(),
+        mesh=mesh,
+    )
+    batch = {name: (torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3])) for name in names}
+    module.lookup(module.exchange(batch))
+    with Ops() as forward:
+        outputs = module.lookup(module.exchange(batch))
+    grads = [torch.ones_like(each) for each in outputs.values()]
+    with Ops() as backward:
+        torch.autograd.backward(list(outputs.values()), grads)
+    return forward.count, backward.count
+
+
 @pytest.mark.parametrize("pooling", ["sum", "mean", "none"])
 def test_the_number_of_operators_does_not_depend_on_the_features(pooling):
-    """Of exchange, lookup and backward, once the sizes are known; the dense part's own are not counted."""
-    counts = []
-    for num_features in (3, 30):
-        names = [f"f{index}" for index in range(num_features)]
-        module = ShardedEmbeddings(
-            [TableConfig(name=name, num_rows=20, dim=8) for name in names],
-            [FeatureConfig(name=name, table=name, pooling=pooling) for name in names],
-            optimizer=SparseOptimizerConfig(),
-        )
-        batch = {name: (torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3])) for name in names}
-        module.lookup(module.exchange(batch))
-        with Ops() as forward:
-            outputs = module.lookup(module.exchange(batch))
-        grads = [torch.ones_like(each) for each in outputs.values()]
-        with Ops() as backward:
-            torch.autograd.backward(list(outputs.values()), grads)
-        counts.append((forward.count, backward.count))
-    assert counts[0] == counts[1]
-    assert counts[0][0].total() <= 12 + 3 * (pooling == "mean"), counts[0][0]
+    few, many = (operators(pooling, num_features) for num_features in (3, 30))
+    assert few == many
+    assert few[0].total() <= 12 + 3 * (pooling == "mean"), few[0]
+
+
+def rank_operators(rank, world_size, folder):
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("sparse_shard",))
+    return {pooling: [operators(pooling, count, mesh) for count in (3, 30)] for pooling in ("sum", "none")}
+
+
+@pytest.mark.dist
+def test_nor_over_several_ranks(ranks):
+    for result in ranks("rank_operators", 2):
+        for few, many in result.values():
+            assert few == many
+            assert few[0].total() < 100
 
 
 @pytest.mark.gpu
