@@ -133,6 +133,23 @@ def test_explain_as_json(capsys):
     assert record["workload"]["samples_per_rank"] == 32
 
 
+def test_tables_in_host_memory(capsys):
+    code, out, _ = run(capsys, "explain", "synthetic", "--ranks", "8", "--location", "uvm_caching")
+    assert code == 0
+    assert "row_wise, uvm_caching" in out
+    assert "table caches" in out
+    assert "host memory" in out
+    # What the device has room for stays there.
+    code, out, _ = run(capsys, "explain", "synthetic", "--ranks", "8", "--location", "auto")
+    assert code == 0
+    assert "uvm" not in out
+    code, _, err = run(
+        capsys, "explain", "synthetic", "--ranks", "8", "--location", "uvm", "--dims", "sparse_replicate=2"
+    )
+    assert code != 0
+    assert "use table_gather='rows'" in err
+
+
 def test_one_rank(capsys):
     code, out, _ = run(capsys, "explain", "synthetic", "--ranks", "1")
     assert code == 0

@@ -127,6 +127,8 @@ def _inputs(args: argparse.Namespace) -> Inputs:
         model = recipes.describe_run(config, log, samples)
         workload = Workload(samples_per_rank=samples, sparse_optimizer=config.sparse.kind)
         wanted = ParallelDims(dp_replicate=1)
+    if args.location:
+        model = replace(model, tables=tuple(replace(table, location=args.location) for table in model.tables))
     given: dict[str, Any] = {
         "gather_bytes": BYTES.get(args.gather),
         "reduce_bytes": BYTES.get(args.reduce),

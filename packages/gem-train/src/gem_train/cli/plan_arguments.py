@@ -55,6 +55,11 @@ def _action(
     parser.add_argument("--samples", type=int, metavar="N", help="samples of a step on one rank")
     parser.add_argument("--rates", metavar="FILE", help=".json file of measured rates (default: an H200's)")
     parser.add_argument("--placement", choices=("size", "cost"), help="how tables are placed (default: size)")
+    parser.add_argument(
+        "--location",
+        choices=("device", "auto", "uvm", "uvm_caching"),
+        help="memory of all tables; auto: the host's, behind a cache, for those that the device has no room for",
+    )
     for option, what in (
         ("--gather", "parameters when gathered"),
         ("--reduce", "gradients when reduced"),

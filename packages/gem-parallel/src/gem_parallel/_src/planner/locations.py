@@ -14,8 +14,10 @@ from gem_parallel._src.planner.tables import PlacedTable, TablePlan, rows_of
 __all__ = ["check_host_memory", "check_locations", "locate_tables"]
 
 
-def _refusal(each: PlacedTable, dims: ParallelDims, workload: Workload) -> tuple[str, str] | None:
+def _refusal(each: PlacedTable, location: str, dims: ParallelDims, workload: Workload) -> tuple[str, str] | None:
     """(why a placed table cannot lie in host memory, the remedy), as ``ShardedEmbeddings`` refuses it."""
+    if location == "uvm_caching" and each.table.weight_bytes == 2 and workload.sparse_optimizer == "adam":
+        return "or 'uvm' for weights of 2 bytes under adam", "use weights of 4 bytes or another optimizer"
     if each.kind == "replicated" and dims.world_size > 1:
         return "for a replicated table", "place it row_wise"
     if each.kind == "column_wise" and each.num_owners > 1 and workload.sparse_optimizer == "rowwise_adagrad":
@@ -29,10 +31,12 @@ def check_locations(plan: TablePlan, dims: ParallelDims, workload: Workload) -> 
     """Refuse tables in host memory that ``ShardedEmbeddings`` refuses.
 
     Raises:
-        ValueError: replicated, column-wise under rowwise_adagrad, or in copies that are gathered whole.
+        ValueError: replicated, column-wise under rowwise_adagrad, in copies that are gathered whole, or with a cache
+            of 2-byte weights under adam.
     """
     for each in plan.placed:
-        found = None if each.table.memory.location == "device" else _refusal(each, dims, workload)
+        location = each.table.memory.location
+        found = None if location == "device" else _refusal(each, location, dims, workload)
         if found is not None:
             raise ValueError(
                 f"explain: table {each.table.name!r}: `location` must be 'device' {found[0]}, got "
@@ -86,7 +90,7 @@ def locate_tables(
     movable = []
     for index, (table, each) in enumerate(zip(tables, plan.placed, strict=True)):
         cached = replace(table, location="uvm_caching") if table.location == "auto" else table
-        if cached is table or _refusal(each, dims, workload) is not None:
+        if cached is table or _refusal(each, "uvm_caching", dims, workload) is not None:
             continue
         if cache_bytes(table.num_rows, table.dim, table.weight_bytes, cached.memory) < table.rest_bytes:
             movable.append(index)
