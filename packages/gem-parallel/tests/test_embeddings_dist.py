@@ -5,6 +5,7 @@ import torch
 from sparse_cases import CASES, NUM_STEPS, bitwise, check, full_state, make, rank_batch, train_step
 
 from gem_parallel import ParallelDims
+from gem_parallel._src.embeddings import combined_engine as combined_source
 from gem_parallel._src.embeddings import module as module_source
 
 
@@ -29,6 +30,34 @@ def trained(request, ranks):
 def test_ranks_equal_one_process(trained, case):
     world_size, results = trained
     check(world_size, [result[case.id] for result in results], case, bitwise=bitwise(case))
+
+
+SPLIT_CASES = [
+    case for case in CASES if case.exact and case.id.startswith(("row_wise-sum-rowwise", "table_wise-mean-adagrad"))
+]
+
+
+def rank_train_split(rank, world_size, folder):
+    """As `rank_train`, where the tables of a dim have more rows together than one engine can index."""
+    combined_source.MAX_LOCAL_ROWS = 28
+    mesh = ParallelDims.for_world(world_size).build_mesh("cpu").sparse
+    results = {}
+    for case in SPLIT_CASES:
+        module = make(case, mesh)
+        counts = [len(engines) for engines in module._engines]
+        first = full_state(module)
+        outputs = [train_step(module, case, rank_batch(case, step, rank, world_size)) for step in range(NUM_STEPS)]
+        results[case.id] = counts, (first, outputs, full_state(module))
+    return results
+
+
+@pytest.mark.dist
+def test_ranks_with_several_engines_equal_one_process(ranks):
+    results = ranks("rank_train_split", 2)
+    assert len(SPLIT_CASES) == 2
+    for case in SPLIT_CASES:
+        assert max(max(result[case.id][0]) for result in results) > 1
+        check(2, [result[case.id][1] for result in results], case, bitwise=bitwise(case))
 
 
 CUDA_CASES = [case for case in CASES if not case.exact and case.placement == "row_wise"]
