@@ -217,6 +217,12 @@ class ShardedEmbeddings(nn.Module):
             TypeError: a wrong type or dtype.
             RuntimeError: another rank refused its batch.
         """
+        pending = self._exchange(ids)
+        if self._meter is not None:
+            pending.named = {name: values for name, (values, _) in ids.items()}
+        return pending
+
+    def _exchange(self, ids: Mapping[str, tuple[Tensor, Tensor]]) -> Pending:
         if self._local is not None:
             stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
             local = self._local.exchange(ids, stream)
@@ -376,9 +382,6 @@ class ShardedEmbeddings(nn.Module):
                 "ShardedEmbeddings with measure_updates=True"
             )
         return self._meter.norms(self._local_tables())
-
-    def _to_measure(self, ids: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-        return {} if self._meter is None else {name: values for name, (values, _) in ids.items()}
 
     def _make_local(self) -> LocalPath | None:
         """The way of one process, unless an engine does not combine its tables."""
