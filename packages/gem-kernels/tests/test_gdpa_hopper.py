@@ -8,8 +8,8 @@ import torch
 
 from gem_kernels import gdpa, reference
 from gem_kernels._src.attention.pairing import pair_sequences
-from gem_kernels._src.gdpa import hopper_launch
-from gem_kernels._src.gdpa.hopper_schedule import make_schedule, max_chunks, whole_sequences
+from gem_kernels._src.gdpa import hopper_activation, hopper_call, hopper_launch
+from gem_kernels._src.gdpa.hopper_schedule import make_schedule, max_chunks
 from gem_kernels.testing import assert_matches_oracle, attention_inputs, random_lengths, summation_floor
 
 
@@ -66,53 +66,56 @@ def test_chunks_cover_every_query_row_once_and_come_with_most_work_first(case, m
         assert order == sorted(order, reverse=True)
 
 
-@pytest.mark.parametrize("case", SCHEDULES, ids=lambda case: case.id)
-def test_whole_sequences_come_once_with_most_work_first(case, interpreter):
-    offsets_q, offsets_k = offsets_of(case.lengths_q), offsets_of(case.lengths_k)
-    schedule = whole_sequences(offsets_q, offsets_k)
-    chunks = schedule.chunks[: int(schedule.num_chunks)].tolist()
-    sides = zip(offsets_q.tolist()[:-1], case.lengths_q, offsets_k.tolist()[:-1], case.lengths_k, strict=True)
-    assert sorted(chunks) == sorted(list(side) for side in sides if side[1] + side[3] > 0)
-    work = [len_q * len_k for _, len_q, _, len_k in chunks]
-    assert work == sorted(work, reverse=True)
+def test_factors_taken_out_of_fast_gelu_are_those_of_its_scales(monkeypatch):
+    for name in ("_SLOPE", "_CUBIC", "_LINEAR", "_THIRD"):
+        monkeypatch.setattr(hopper_activation, name, getattr(hopper_activation, name).value)
+    monkeypatch.setattr(hopper_activation, "_tanh", torch.tanh)
+    act = hopper_activation.scaled_activation("fast_gelu")
+    x = torch.linspace(-8, 8, 1001, dtype=torch.float64, requires_grad=True)
+    expected = torch.nn.functional.gelu(x, approximate="tanh")
+    torch.testing.assert_close(act.value_scale * act.value.fn(x), expected)
+    (slope,) = torch.autograd.grad(expected.sum(), x)
+    torch.testing.assert_close(act.derivative_scale * act.derivative.fn(x), slope)
+
+
+def test_a_kernel_is_looked_up_once_for_each_kind_of_call(monkeypatch):
+    monkeypatch.setattr(hopper_call, "_compiled", {})
+    calls = []
+
+    class Kernel:
+        arg_names = ("x", "scale", "places", "D")
+
+        def __getitem__(self, grid):
+            def launch(*args, **constants):
+                calls.append(("looked up", grid, constants))
+                return Compiled()
+
+            return launch
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *args: calls.append(("called", grid, args[1:]))
+
+    kernel, device = Kernel(), torch.device("cuda", 0)
+    rows = torch.zeros(33, dtype=torch.int64)
+    unaligned = rows[1:]
+    for arguments, constants in (
+        ((rows, 0.5, None), {"D": 64}),
+        ((rows[2:], 0.25, None), {"D": 64}),
+        ((unaligned, 0.5, None), {"D": 64}),
+        ((rows.int(), 0.5, None), {"D": 64}),
+        ((rows, 0.5, rows), {"D": 64}),
+        ((rows, 0.5, None), {"D": 128}),
+    ):
+        hopper_call.call(kernel, 7, arguments, constants, device)
+    assert [name for name, *_ in calls] == ["looked up", "called"] + ["looked up"] * 4
+    assert calls[1] == ("called", (7, 1, 1), (0.25, None, 64))
 
 
 def test_tensors_on_the_cpu_take_the_portable_kernel():
     x = attention_inputs((3,), head_dim=128, dtype=torch.bfloat16)
     pairing = pair_sequences(x.q, x.offsets_q, x.offsets_k, None, x.max_seqlen_q, -1, -1)
     assert not hopper_launch.applies(x.q, x.k, x.v, pairing, None, -1, -1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShareCase:
-    id: str
-    num_sequences: int
-    rows: int
-    max_seqlen: int
-    whole: bool
-    head_dim: int = 128
-    num_heads: int = 4
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        ShareCase(id="equal", num_sequences=1152, rows=1152 * 256, max_seqlen=256, whole=True),
-        ShareCase(id="uniform", num_sequences=1152, rows=1152 * 512, max_seqlen=1024, whole=True),
-        ShareCase(id="few", num_sequences=64, rows=64 * 256, max_seqlen=256, whole=False),
-        ShareCase(id="one-long", num_sequences=1152, rows=1152 * 20, max_seqlen=1024, whole=False),
-        ShareCase(id="too-long", num_sequences=1152, rows=1152 * 4096, max_seqlen=4096, whole=False),
-        ShareCase(id="grouped", num_sequences=1152, rows=1152 * 1024, max_seqlen=1024, whole=False, num_heads=16),
-        ShareCase(id="other-dim", num_sequences=1152, rows=1152 * 256, max_seqlen=256, whole=False, head_dim=64),
-    ],
-    ids=lambda case: case.id,
-)
-def test_whole_sequences_are_taken_where_they_balance(case, monkeypatch):
-    monkeypatch.setattr(hopper_launch, "_multiprocessors", lambda device: 132)
-    q = torch.empty(case.rows, case.num_heads, case.head_dim, device="meta")
-    k = torch.empty(case.rows, 4, case.head_dim, device="meta")
-    offsets = torch.empty(case.num_sequences + 1, device="meta")
-    assert hopper_launch.takes_whole_sequences(q, k, offsets, case.max_seqlen, case.max_seqlen) == case.whole
 
 
 # ---------------------------------------------------------------- on the GPU
@@ -183,29 +186,11 @@ GPU_LENGTHS = [
 ]
 
 
-@pytest.fixture
-def backward(request, monkeypatch):
-    """The backward that takes whole sequences wherever it can, or the one that never does."""
-    monkeypatch.setattr(hopper_launch, "_ROUNDS", 0.0 if request.param == "whole" else float("inf"))
-
-
-both_backwards = pytest.mark.parametrize("backward", ["whole", "two-pass"], indirect=True)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", GPU_LENGTHS, ids=[str(i) for i in range(len(GPU_LENGTHS))])
-@pytest.mark.parametrize(
-    ("head_dim", "dtype", "backward"),
-    [
-        (64, torch.bfloat16, "two-pass"),
-        (64, torch.float16, "two-pass"),
-        (128, torch.bfloat16, "two-pass"),
-        (128, torch.bfloat16, "whole"),
-        (128, torch.float16, "whole"),
-    ],
-    indirect=["backward"],
-)
-def test_gpu_hopper_matches_oracle(lengths, head_dim, dtype, launches, backward, poisoned_empty):
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gpu_hopper_matches_oracle(lengths, head_dim, dtype, launches, poisoned_empty):
     x = attention_inputs(*lengths, num_heads=4, num_heads_kv=2, head_dim=head_dim, dtype=dtype, device="cuda")
     check(x, activation="fast_gelu", pre_scale=head_dim**-0.5, post_scale=0.3)
     check(x, activation="silu", pre_scale=1.0)
@@ -220,9 +205,8 @@ def test_gpu_hopper_without_one_side_gives_zero(lengths, launches):
 
 
 @pytest.mark.gpu
-@both_backwards
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3.0])
-def test_gpu_hopper_lets_no_sequence_reach_another(value, launches, backward):
+def test_gpu_hopper_lets_no_sequence_reach_another(value, launches):
     lengths_q, lengths_k = (70, 33, 150, 9) * 50, (70, 20, 40, 3) * 50
     x = attention_inputs(lengths_q, lengths_k, num_heads=2, head_dim=128, dtype=torch.bfloat16, device="cuda")
     before = call(x, activation="fast_gelu")
@@ -252,8 +236,7 @@ def test_gpu_hopper_reads_views_of_one_projection(launches):
 
 
 @pytest.mark.gpu
-@both_backwards
-def test_gpu_hopper_agrees_with_the_portable_kernel_and_with_itself(launches, backward):
+def test_gpu_hopper_agrees_with_the_portable_kernel_and_with_itself(launches):
     lengths = random_lengths(300, 700, seed=0)
     x = attention_inputs(lengths, num_heads=4, head_dim=128, dtype=torch.bfloat16, device="cuda")
     options = {"activation": "fast_gelu", "pre_scale": 0.1}

@@ -1,7 +1,5 @@
 """Hopper backward of GDPA in Gluon: one kernel for the gradients of keys and values, one for that of the queries.
 
-For sequences that ``hopper_backward_whole`` does not take: few, long, or of very different lengths.
-
 Scores are computed again; nothing but q, k and v was kept. Both kernels are persistent, with the roles of the forward:
 a producer, a cleaner that zeroes the rows behind a sequence in its last tile, and two consumers of 64 rows each. No
 program adds to what another writes, so the result is the same on every run.
@@ -300,8 +298,7 @@ def _clean_dq(
 def _consume_dq(
     dq_desc, dq_ptr, stride_dt, chunks_ptr, q_tiles, do_tiles, k_ring, v_ring, out_tiles, q_ready, q_empty, ready,
     empty, num_works, num_heads, pre_scale, ds_scale, ACTIVATION_DERIVATIVE: gl.constexpr,
-    HAS_PRE_SCALE: gl.constexpr, W: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+    HAS_PRE_SCALE: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_tiles.dtype
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -396,8 +393,7 @@ def _gdpa_hopper_dq_kernel(
                 (
                     dq_desc, dq_ptr, stride_dt, chunks_ptr, q_tiles, do_tiles, k_ring, v_ring, out_tiles, q_ready,
                     q_empty, ready, empty, num_works, num_heads, pre_scale, ds_scale, ACTIVATION_DERIVATIVE,
-                    HAS_PRE_SCALE, 0,
-                    STAGES, BLOCK_N, D,
+                    HAS_PRE_SCALE, 0, STAGES, BLOCK_N, D,
                 ),
             ),
             (
@@ -405,8 +401,7 @@ def _gdpa_hopper_dq_kernel(
                 (
                     dq_desc, dq_ptr, stride_dt, chunks_ptr, q_tiles, do_tiles, k_ring, v_ring, out_tiles, q_ready,
                     q_empty, ready, empty, num_works, num_heads, pre_scale, ds_scale, ACTIVATION_DERIVATIVE,
-                    HAS_PRE_SCALE, 1,
-                    STAGES, BLOCK_N, D,
+                    HAS_PRE_SCALE, 1, STAGES, BLOCK_N, D,
                 ),
             ),
             (

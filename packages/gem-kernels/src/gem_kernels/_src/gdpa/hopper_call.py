@@ -47,15 +47,15 @@ def _kind(argument: Any) -> Hashable:
     return None if argument is None else (argument.base.dtype, *argument.block_shape)
 
 
-def descriptor(x: Tensor, rows: int, columns: int | None = None) -> Any:
-    """What the copy engine needs to know of x (T, H, D), read as a matrix (T, H * D) in tiles (rows, columns or D)."""
+def descriptor(x: Tensor, rows: int) -> Any:
+    """What the copy engine needs to know of x (T, H, D), read as a matrix (T, H * D) in tiles (rows, D)."""
     total, num_heads, dim = x.shape
     made = object.__new__(_descriptor_type())
     made.base = x
     made.shape = [total, num_heads * dim]
     made.strides = [x.stride(0), 1]
-    made.block_shape = [rows, columns or dim]
-    made.layout = shared_layout(rows, columns or dim, x.dtype)
+    made.block_shape = [rows, dim]
+    made.layout = _shared_layout(rows, dim, x.dtype)
     made.padding = "zero"
     return made
 
@@ -69,9 +69,8 @@ def _descriptor_type() -> Any:
 
 
 @functools.cache
-def shared_layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
-    """Layout in shared memory of a tile (rows, columns)."""
+def _shared_layout(rows: int, dim: int, dtype: torch.dtype) -> Any:
     from triton.experimental.gluon import language as gl
 
     element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], element)
+    return gl.NVMMASharedLayout.get_default_for([rows, dim], element)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import triton
@@ -13,8 +12,9 @@ from torch import Tensor
 
 from gem_kernels._src.attention.launch import capability_of, device_guard
 from gem_kernels._src.attention.pairing import Pairing
-from gem_kernels._src.gdpa.hopper_call import call, descriptor
-from gem_kernels._src.gdpa.hopper_schedule import MAX_TILES, Schedule, make_schedule, whole_sequences
+from gem_kernels._src.gdpa.hopper_call import call
+from gem_kernels._src.gdpa.hopper_call import descriptor as _descriptor
+from gem_kernels._src.gdpa.hopper_schedule import MAX_TILES, Schedule, make_schedule
 
 HEAD_DIMS = (64, 128)
 BLOCK_N = 128
@@ -25,17 +25,10 @@ DQ_BLOCK_N = 64
 DQ_STAGES = {64: 8, 128: 4}
 DKDV_STAGES = {64: 6, 128: 3}
 """Of 64 query rows each."""
-WHOLE_DIM = 128
-WHOLE_STAGES = 2
-"""Of 64 query rows each, beside two blocks of 128 keys."""
-_MAX_SCRATCH_ROWS = 2048
-"""Query rows, of all heads that share a key head, whose gradients one program keeps: 1 MiB in float32."""
-_ROUNDS = 4
 _MAX_ROWS = 2**31 - 1 - BLOCK_N
 """Coordinates of the copy engine have 32 bits."""
 _CHUNKS_PER_SM = 4
 _portable_only = False
-_descriptor = descriptor
 
 
 @contextlib.contextmanager
@@ -119,10 +112,10 @@ def launch_hopper_forward(
     }
     with device_guard(q):
         arguments = (
-            descriptor(q, ROWS),
-            descriptor(k, BLOCK_N),
-            descriptor(v, BLOCK_N),
-            descriptor(out, ROWS),
+            _descriptor(q, ROWS),
+            _descriptor(k, BLOCK_N),
+            _descriptor(v, BLOCK_N),
+            _descriptor(out, ROWS),
             out,
             out.stride(0),
             *_query_chunks(q, offsets_q, offsets_k, BLOCK_N * STAGES[dim]),
@@ -140,141 +133,62 @@ def launch_hopper_backward(
     v: Tensor,
     offsets_q: Tensor,
     offsets_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
     activation: str,
     pre_scale: float,
     post_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients dq, dk and dv, contiguous; at least one row on both sides, and the caller has asked ``applies``."""
     from gem_kernels._src.gdpa.hopper_activation import scaled_activation
-
-    do = do if _is_copyable(do) else do.contiguous()
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    gradients = (dq, dk, dv)
-    act = scaled_activation(activation)
-    scales = (pre_scale, post_scale * act.value_scale, pre_scale * post_scale * act.derivative_scale)
-    constants = {
-        "ACTIVATION": act.value,
-        "ACTIVATION_DERIVATIVE": act.derivative,
-        "HAS_PRE_SCALE": pre_scale != 1.0,
-        "GROUP": q.shape[1] // k.shape[1],
-    }
-    launch = _launch_whole if takes_whole_sequences(q, k, offsets_q, max_seqlen_q, max_seqlen_k) else _launch_two_pass
-    with device_guard(q):
-        launch(gradients, do, q, k, v, offsets_q, offsets_k, max_seqlen_q, scales, constants)
-    return gradients
-
-
-def takes_whole_sequences(q: Tensor, k: Tensor, offsets_q: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> bool:
-    """Whether one program may compute all gradients of a sequence and key head; a pure function of shapes.
-
-    Not if a longest sequence could keep its program busy long after the others are done, nor if the gradients of its
-    queries, which wait in float32, were too many.
-    """
-    num_sequences, group = offsets_q.shape[0] - 1, q.shape[1] // k.shape[1]
-    # At least so many pairs: the mean of products is taken to be no less than the product of means.
-    pairs = k.shape[1] * q.shape[0] * k.shape[0] / num_sequences
-    longest = max_seqlen_q * max_seqlen_k * _multiprocessors(q.device)
-    return q.shape[2] == WHOLE_DIM and max_seqlen_q * group <= _MAX_SCRATCH_ROWS and longest * _ROUNDS <= pairs
-
-
-def _launch_whole(
-    gradients: tuple[Tensor, Tensor, Tensor],
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets_q: Tensor,
-    offsets_k: Tensor,
-    max_seqlen_q: int,
-    scales: tuple[float, float, float],
-    constants: dict[str, Any],
-) -> None:
-    """One kernel, five products."""
-    from gem_kernels._src.gdpa.hopper_backward_whole import _gdpa_hopper_bwd_kernel
-    from gem_kernels._src.gdpa.hopper_forward import ROWS, TILE_ROWS
-
-    dq, dk, dv = gradients
-    dim, group, programs = q.shape[2], q.shape[1] // k.shape[1], _multiprocessors(q.device)
-    rows = triton.cdiv(max_seqlen_q, ROWS) * ROWS * group
-    arguments = (
-        descriptor(q, ROWS),
-        descriptor(do, ROWS),
-        descriptor(k, TILE_ROWS),
-        descriptor(v, TILE_ROWS),
-        descriptor(dq, ROWS, dim // 2),
-        descriptor(dk, ROWS),
-        descriptor(dv, ROWS),
-        dq,
-        dk,
-        dv,
-        dq.stride(0),
-        dk.stride(0),
-        torch.empty(programs, rows, dim, dtype=torch.float32, device=q.device),
-        rows,
-        *whole_sequences(offsets_q, offsets_k),
-        k.shape[1],
-        *scales,
-    )
-    constants = {**constants, "STAGES": WHOLE_STAGES, "D": dim, "num_warps": 4}
-    call(_gdpa_hopper_bwd_kernel, programs, arguments, constants, q.device)
-
-
-def _launch_two_pass(
-    gradients: tuple[Tensor, Tensor, Tensor],
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets_q: Tensor,
-    offsets_k: Tensor,
-    max_seqlen_q: int,
-    scales: tuple[float, float, float],
-    constants: dict[str, Any],
-) -> None:
-    """Two kernels, seven products: any number of sequences of any length."""
     from gem_kernels._src.gdpa.hopper_backward import _gdpa_hopper_dkdv_kernel, _gdpa_hopper_dq_kernel
     from gem_kernels._src.gdpa.hopper_forward import ROWS, TILE_ROWS
 
-    dq, dk, dv = gradients
-    dim, programs = q.shape[2], _multiprocessors(q.device)
-    pre_scale, dv_scale, ds_scale = scales
-    arguments = (
-        descriptor(q, ROWS),
-        descriptor(do, ROWS),
-        descriptor(k, TILE_ROWS),
-        descriptor(v, TILE_ROWS),
-        descriptor(dk, ROWS),
-        descriptor(dv, ROWS),
-        dk,
-        dv,
-        dk.stride(0),
-        # Chunks of keys, with the queries in the place of the other side.
-        *make_schedule(offsets_k, offsets_q, k.shape[0], tile_rows=TILE_ROWS, resident_keys=0, max_tiles=1),
-        k.shape[1],
-        pre_scale,
-        dv_scale,
-        ds_scale,
-    )
-    tail = {"STAGES": DKDV_STAGES[dim], "D": dim, "num_warps": 4}
-    call(_gdpa_hopper_dkdv_kernel, programs, arguments, constants | tail, q.device)
-    dq_arguments = (
-        descriptor(q, ROWS),
-        descriptor(do, ROWS),
-        descriptor(k, DQ_BLOCK_N),
-        descriptor(v, DQ_BLOCK_N),
-        descriptor(dq, ROWS),
-        dq,
-        dq.stride(0),
-        *_query_chunks(q, offsets_q, offsets_k, DQ_BLOCK_N * DQ_STAGES[dim]),
-        q.shape[1],
-        pre_scale,
-        ds_scale,
-    )
-    tail = {"STAGES": DQ_STAGES[dim], "BLOCK_N": DQ_BLOCK_N, "D": dim, "num_warps": 4}
-    constants = {name: value for name, value in constants.items() if name != "ACTIVATION"}
-    call(_gdpa_hopper_dq_kernel, programs, dq_arguments, constants | tail, q.device)
+    do = do if _is_copyable(do) else do.contiguous()
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    num_heads, num_heads_kv, dim = q.shape[1], k.shape[1], q.shape[2]
+    act = scaled_activation(activation)
+    ds_scale = pre_scale * post_scale * act.derivative_scale
+    shared = {
+        "ACTIVATION_DERIVATIVE": act.derivative,
+        "HAS_PRE_SCALE": pre_scale != 1.0,
+        "GROUP": num_heads // num_heads_kv,
+    }
+    programs = _multiprocessors(q.device)
+    with device_guard(q):
+        dkdv_arguments = (
+            _descriptor(q, ROWS),
+            _descriptor(do, ROWS),
+            _descriptor(k, TILE_ROWS),
+            _descriptor(v, TILE_ROWS),
+            _descriptor(dk, ROWS),
+            _descriptor(dv, ROWS),
+            dk,
+            dv,
+            dk.stride(0),
+            # Chunks of keys, with the queries in the place of the other side.
+            *make_schedule(offsets_k, offsets_q, k.shape[0], tile_rows=TILE_ROWS, resident_keys=0, max_tiles=1),
+            num_heads_kv,
+            pre_scale,
+            post_scale * act.value_scale,
+            ds_scale,
+        )
+        constants = {"ACTIVATION": act.value, **shared, "STAGES": DKDV_STAGES[dim], "D": dim, "num_warps": 4}
+        call(_gdpa_hopper_dkdv_kernel, programs, dkdv_arguments, constants, q.device)
+        dq_arguments = (
+            _descriptor(q, ROWS),
+            _descriptor(do, ROWS),
+            _descriptor(k, DQ_BLOCK_N),
+            _descriptor(v, DQ_BLOCK_N),
+            _descriptor(dq, ROWS),
+            dq,
+            dq.stride(0),
+            *_query_chunks(q, offsets_q, offsets_k, DQ_BLOCK_N * DQ_STAGES[dim]),
+            num_heads,
+            pre_scale,
+            ds_scale,
+        )
+        constants = {**shared, "STAGES": DQ_STAGES[dim], "BLOCK_N": DQ_BLOCK_N, "D": dim, "num_warps": 4}
+        call(_gdpa_hopper_dq_kernel, programs, dq_arguments, constants, q.device)
+    return dq, dk, dv
 
 
 def _query_chunks(q: Tensor, offsets_q: Tensor, offsets_k: Tensor, resident_keys: int) -> Schedule:

@@ -32,22 +32,15 @@ class Schedule(NamedTuple):
 
 
 @triton.jit
-def _plan(
-    offsets_q_ptr, offsets_k_ptr, b, num_sequences, tile_rows, resident_keys, max_tiles, SORTED: tl.constexpr,
-    WHOLE: tl.constexpr,
-):  # fmt: skip
+def _plan(offsets_q_ptr, offsets_k_ptr, b, num_sequences, tile_rows, resident_keys, max_tiles, SORTED: tl.constexpr):
     """(first query row, query rows, first key row, keys, rows of a chunk, chunks, rank key) of sequences ``b``."""
     mask = b < num_sequences
     first_q = tl.load(offsets_q_ptr + b, mask=mask, other=0).to(tl.int32)
     len_q = tl.load(offsets_q_ptr + b + 1, mask=mask, other=0).to(tl.int32) - first_q
     first_k = tl.load(offsets_k_ptr + b, mask=mask, other=0).to(tl.int32)
     len_k = tl.load(offsets_k_ptr + b + 1, mask=mask, other=0).to(tl.int32) - first_k
-    if WHOLE:
-        rows = len_q
-        chunks = tl.where(len_q + len_k > 0, 1, 0)
-    else:
-        rows = tl.where(len_k <= resident_keys, tile_rows * max_tiles, tile_rows)
-        chunks = tl.where(mask, (len_q + rows - 1) // rows, 0)
+    rows = tl.where(len_k <= resident_keys, tile_rows * max_tiles, tile_rows)
+    chunks = tl.where(mask, (len_q + rows - 1) // rows, 0)
     rank = num_sequences - b.to(tl.int64)
     if SORTED:
         rank += len_k.to(tl.int64) * tl.minimum(len_q, rows) * (num_sequences + 1)
@@ -66,22 +59,20 @@ def _schedule_kernel(
     resident_keys,
     max_tiles,
     SORTED: tl.constexpr,
-    WHOLE: tl.constexpr,  # one chunk for each sequence, also for one without queries
     BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
 ):
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     first_q, len_q, first_k, len_k, rows, chunks, rank = _plan(
-        offsets_q_ptr, offsets_k_ptr, b, num_sequences, tile_rows, resident_keys, max_tiles, SORTED, WHOLE
+        offsets_q_ptr, offsets_k_ptr, b, num_sequences, tile_rows, resident_keys, max_tiles, SORTED
     )
     before = tl.zeros([BLOCK], tl.int32)
     total = 0
     for start in range(0, num_sequences, OTHERS):
         others = start + tl.arange(0, OTHERS)
         _fq, _lq, _fk, _lk, _rows, other_chunks, other_rank = _plan(
-            offsets_q_ptr, offsets_k_ptr, others, num_sequences, tile_rows, resident_keys, max_tiles, SORTED,
-            WHOLE,
-        )  # fmt: skip
+            offsets_q_ptr, offsets_k_ptr, others, num_sequences, tile_rows, resident_keys, max_tiles, SORTED
+        )
         ahead = other_rank[None, :] > rank[:, None]
         before += tl.sum(tl.where(ahead, other_chunks[None, :], 0), 1)
         total += tl.sum(other_chunks, 0)
@@ -124,32 +115,12 @@ def make_schedule(
         max_tiles: Tiles of a chunk.
         places: (``max_chunks``,) int32, contiguous: takes how many chunks of its sequence come before each.
     """
-    bound = max_chunks(total_q, offsets_q.shape[0] - 1, tile_rows)
-    return _launch(offsets_q, offsets_k, bound, tile_rows, resident_keys, max_tiles, places=places)
-
-
-def whole_sequences(offsets_q: Tensor, offsets_k: Tensor) -> Schedule:
-    """One chunk for each sequence that has a query or a key; arguments as in ``make_schedule``."""
-    return _launch(offsets_q, offsets_k, offsets_q.shape[0] - 1, 1, 0, 1, whole=True)
-
-
-def _launch(
-    offsets_q: Tensor,
-    offsets_k: Tensor,
-    bound: int,
-    tile_rows: int,
-    resident_keys: int,
-    max_tiles: int,
-    *,
-    places: Tensor | None = None,
-    whole: bool = False,
-) -> Schedule:
     num_sequences = offsets_q.shape[0] - 1
-    chunks = torch.empty(bound, 4, dtype=torch.int32, device=offsets_q.device)
+    chunks = torch.empty(max_chunks(total_q, num_sequences, tile_rows), 4, dtype=torch.int32, device=offsets_q.device)
     num_chunks = torch.empty(1, dtype=torch.int32, device=offsets_q.device)
     arguments = (
         offsets_q, offsets_k, chunks, num_chunks, places, num_sequences, tile_rows, resident_keys, max_tiles
     )  # fmt: skip
-    constants = {"SORTED": num_sequences <= MAX_SORTED, "WHOLE": whole, "BLOCK": BLOCK, "OTHERS": OTHERS}
+    constants = {"SORTED": num_sequences <= MAX_SORTED, "BLOCK": BLOCK, "OTHERS": OTHERS}
     call(_schedule_kernel, triton.cdiv(num_sequences, BLOCK), arguments, constants, offsets_q.device)
     return Schedule(chunks, num_chunks)

@@ -13,17 +13,8 @@ def compile_specs() -> Sequence[CompileSpec]:
     # Imported here: only the compile test and CUDA launches need Gluon.
     from gem_kernels._src.gdpa.hopper_activation import scaled_activation
     from gem_kernels._src.gdpa.hopper_backward import _gdpa_hopper_dkdv_kernel, _gdpa_hopper_dq_kernel
-    from gem_kernels._src.gdpa.hopper_backward_whole import _gdpa_hopper_bwd_kernel
     from gem_kernels._src.gdpa.hopper_forward import ROWS, TILE_ROWS, _gdpa_hopper_fwd_kernel
-    from gem_kernels._src.gdpa.hopper_launch import (
-        BLOCK_N,
-        DKDV_STAGES,
-        DQ_BLOCK_N,
-        DQ_STAGES,
-        STAGES,
-        WHOLE_DIM,
-        WHOLE_STAGES,
-    )
+    from gem_kernels._src.gdpa.hopper_launch import BLOCK_N, DKDV_STAGES, DQ_BLOCK_N, DQ_STAGES, STAGES
     from gem_kernels._src.gdpa.hopper_schedule import BLOCK, OTHERS, _schedule_kernel
 
     act = scaled_activation("fast_gelu")
@@ -62,23 +53,9 @@ def compile_specs() -> Sequence[CompileSpec]:
                 max_spill_bytes=32,
             ),
         ]
-        if dim == WHOLE_DIM:
-            specs.append(
-                _spec(
-                    f"hopper-whole-{name}-D{dim}",
-                    _gdpa_hopper_bwd_kernel,
-                    name,
-                    dim,
-                    {"q_desc": ROWS, "do_desc": ROWS, "k_desc": TILE_ROWS, "v_desc": TILE_ROWS}
-                    | {"dq_desc": ROWS, "dk_desc": ROWS, "dv_desc": ROWS},
-                    {**common, **value, **derivative, "STAGES": WHOLE_STAGES},
-                    # In the producers and in the outer loops of the consumers, hardly in the inner one.
-                    max_spill_bytes=288,
-                )
-            )
-    specs += [
+    specs.append(
         CompileSpec(
-            id=f"hopper-schedule{'-whole' * whole}",
+            id="hopper-schedule",
             kernel=_schedule_kernel,
             signature={
                 "offsets_q_ptr": "*i64",
@@ -91,12 +68,11 @@ def compile_specs() -> Sequence[CompileSpec]:
                 "resident_keys": "i32",
                 "max_tiles": "i32",
             },
-            constexprs={"SORTED": True, "WHOLE": whole, "BLOCK": BLOCK, "OTHERS": OTHERS},
+            constexprs={"SORTED": True, "BLOCK": BLOCK, "OTHERS": OTHERS},
             aligned=("offsets_q_ptr", "offsets_k_ptr", "chunks_ptr", "num_chunks_ptr", "places_ptr"),
             targets=(90,),
         )
-        for whole in (False, True)
-    ]
+    )
     return specs
 
 
@@ -117,14 +93,11 @@ def _spec(
     signature = {}
     for argument in kernel.arg_names:
         if argument in tiles:
-            # Consumers halve the query gradient's channels between them only where they compute it together.
-            rows, columns = tiles[argument], dim // 2 if argument == "dq_desc" and "dk_desc" in tiles else dim
-            layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
-            signature[argument] = f"tensordesc<{name}[{rows}, {columns}],{layout!r}>"
+            rows = tiles[argument]
+            layout = gl.NVMMASharedLayout.get_default_for([rows, dim], dtype)
+            signature[argument] = f"tensordesc<{name}[{rows}, {dim}],{layout!r}>"
         elif argument.endswith("chunks_ptr"):
             signature[argument] = "*i32"
-        elif argument == "scratch_ptr":
-            signature[argument] = "*fp32"
         elif argument.endswith("_ptr"):
             signature[argument] = f"*{name}"
         elif argument not in constexprs:
