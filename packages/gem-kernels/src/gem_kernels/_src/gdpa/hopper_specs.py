@@ -62,14 +62,13 @@ def compile_specs() -> Sequence[CompileSpec]:
                 "offsets_k_ptr": "*i64",
                 "chunks_ptr": "*i32",
                 "num_chunks_ptr": "*i32",
-                "places_ptr": "*i32",
                 "num_sequences": "i32",
                 "tile_rows": "i32",
                 "resident_keys": "i32",
                 "max_tiles": "i32",
             },
             constexprs={"SORTED": True, "BLOCK": BLOCK, "OTHERS": OTHERS},
-            aligned=("offsets_q_ptr", "offsets_k_ptr", "chunks_ptr", "num_chunks_ptr", "places_ptr"),
+            aligned=("offsets_q_ptr", "offsets_k_ptr", "chunks_ptr", "num_chunks_ptr"),
             targets=(90,),
         )
     )

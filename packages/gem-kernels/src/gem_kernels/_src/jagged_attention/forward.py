@@ -23,6 +23,7 @@ from gem_kernels._src.attention.launch import (
     unit_stride,
 )
 from gem_kernels._src.attention.pairing import num_output_rows
+from gem_kernels._src.jagged_attention import hopper_launch
 from gem_kernels._src.jagged_attention.bias import Bias, pair_with_bias
 from gem_kernels._src.jagged_attention.bias_tiles import add_bias, load_times
 from gem_kernels._src.jagged_attention.configs import select
@@ -232,6 +233,9 @@ def launch_forward(
         return out, lse
     left, right = clamp_window(left, right)
     pairing = pair_with_bias(q, offsets_q, offsets_k, request_index, max_seqlen_q, left, right, bias)
+    if hopper_launch.applies(q, k, v, pairing, left, right, bias):
+        hopper_launch.launch_hopper_forward(out, lse, q, k, v, pairing.offsets_q, pairing.offsets_k, scale)
+        return out, lse
     config = select("forward", max(dim, dim_v), q.dtype, capability_of(q), has_bias=bias.is_set)
     config = fit_lengths(config, pairing.max_seqlen_q, max_seqlen_k)
     with device_guard(q):

@@ -1,0 +1,335 @@
+"""Hopper forward of jagged attention in Gluon: persistent, loads by TMA, softmax under the products of the same warps.
+
+A unit of work is a head and a chunk of query rows of one sequence (``hopper_schedule``). Four roles share a program:
+
+* the producer copies tiles of Q, and of K and V into a ring of stages;
+* the cleaner zeroes the rows of a sequence's last V tile that belong to the next sequence: their probability is 0, but
+  0 times an infinity is not;
+* two consumers own 64 query rows each. A consumer issues the scores of the next key tile, be it of the next chunk,
+  and the product of this tile's probabilities with its values, and takes the softmax of those scores while the values
+  are multiplied (FlashAttention-3, Shah et al., arXiv:2407.08608).
+
+A chunk of several query tiles keeps its keys in the ring until its last tile has met them.
+"""
+
+from __future__ import annotations
+
+import math
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gem_kernels._src.gdpa.hopper_forward import (
+    _ROWS,
+    _TILE_ROWS,
+    _load_chunk,
+    _num_key_tiles,
+    _store_tile,
+    _tma_load,
+    _zero_rows,
+)
+
+_LN2 = gl.constexpr(math.log(2.0))
+
+
+@gluon.jit
+def _load_values(
+    v_desc, v_ring, v_ready, v_empty, v_raw, row, channel, stage, index, is_last, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Copy one V tile; the last of a sequence reports to the cleaner."""
+    s = stage % STAGES
+    mbarrier.wait(v_empty.index(s), ((stage // STAGES) & 1) ^ 1)
+    if is_last:
+        raw = index % STAGES
+        mbarrier.expect(v_raw.index(raw), BLOCK_N * D * 2)
+        _tma_load(v_desc, [row, channel], v_raw.index(raw), v_ring.index(s))
+    else:
+        mbarrier.expect(v_ready.index(s), BLOCK_N * D * 2)
+        _tma_load(v_desc, [row, channel], v_ready.index(s), v_ring.index(s))
+
+
+@gluon.jit
+def _load_queries(q_desc, q_tiles, q_ready, q_empty, row, channel, tile, D: gl.constexpr):
+    """Copy the query tiles of both consumers."""
+    for w in gl.static_range(2):
+        slot = w * 2 + (tile & 1)
+        mbarrier.wait(q_empty.index(slot), ((tile >> 1) & 1) ^ 1)
+        mbarrier.expect(q_ready.index(slot), _ROWS * D * 2)
+        _tma_load(q_desc, [row + w * _ROWS, channel], q_ready.index(slot), q_tiles.index(slot))
+
+
+@gluon.jit
+def _produce(
+    q_desc, k_desc, v_desc, chunks_ptr, q_tiles, k_ring, v_ring, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
+    v_raw, num_works, num_heads, GROUP: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    tile = 0  # query tiles so far
+    stage = 0  # key tiles so far
+    index = 0  # units of work so far
+    for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
+        first_q, len_q, first_k, len_k = _load_chunk(chunks_ptr, work, num_heads)
+        head = work % num_heads
+        channel_q = head * D
+        channel_k = (head // GROUP) * D
+        num_tiles = (len_q + _TILE_ROWS - 1) // _TILE_ROWS
+        num_keys = _num_key_tiles(len_k, BLOCK_N)
+        for j in range(num_keys):
+            s = stage % STAGES
+            mbarrier.wait(k_empty.index(s), ((stage // STAGES) & 1) ^ 1)
+            mbarrier.expect(k_ready.index(s), BLOCK_N * D * 2)
+            _tma_load(k_desc, [first_k + j * BLOCK_N, channel_k], k_ready.index(s), k_ring.index(s))
+            if j == 0:
+                _load_queries(q_desc, q_tiles, q_ready, q_empty, first_q, channel_q, tile, D)
+            else:
+                # Scores come one tile before values.
+                _load_values(
+                    v_desc, v_ring, v_ready, v_empty, v_raw, first_k + (j - 1) * BLOCK_N, channel_k, stage - 1, index,
+                    False, STAGES, BLOCK_N, D,
+                )  # fmt: skip
+            stage += 1
+        _load_values(
+            v_desc, v_ring, v_ready, v_empty, v_raw, first_k + (num_keys - 1) * BLOCK_N, channel_k, stage - 1, index,
+            True, STAGES, BLOCK_N, D,
+        )  # fmt: skip
+        tile += 1
+        for t in range(1, num_tiles):
+            _load_queries(q_desc, q_tiles, q_ready, q_empty, first_q + t * _TILE_ROWS, channel_q, tile, D)
+            tile += 1
+        index += 1  # noqa: SIM113
+
+
+@gluon.jit
+def _clean(
+    chunks_ptr, v_ring, v_ready, v_raw, num_works, num_heads, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    D: gl.constexpr,
+):  # fmt: skip
+    stage = 0
+    index = 0
+    for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
+        _first_q, _len_q, _first_k, len_k = _load_chunk(chunks_ptr, work, num_heads)
+        num_keys = _num_key_tiles(len_k, BLOCK_N)
+        s = (stage + num_keys - 1) % STAGES
+        rest = len_k - (num_keys - 1) * BLOCK_N
+        mbarrier.wait(v_raw.index(index % STAGES), (index // STAGES) & 1)
+        if rest < BLOCK_N:
+            _zero_rows(v_ring.index(s), rest, BLOCK_N, D)
+            fence_async_shared()
+        mbarrier.arrive(v_ready.index(s), count=1)
+        stage += num_keys
+        index += 1  # noqa: SIM113
+
+
+@gluon.jit
+def _exp2(x):
+    # Without the two multiplications that keep subnormal results, which no sum with a 1 in it would show.
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _softmax(scores, row_max, row_sum, num_keys, scale_log2, layout: gl.constexpr, BLOCK_N: gl.constexpr):
+    """(probabilities, maximum, sum, factor of earlier sums) of a tile whose first ``num_keys`` keys are valid."""
+    if num_keys < BLOCK_N:
+        columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+        scores = gl.where((columns < num_keys)[None, :], scores, float("-inf"))
+    new_max = gl.maximum(row_max, gl.max(scores, 1))
+    # A row that has met no key yet has maximum -inf; exp2(-inf - 0) = 0 keeps it empty.
+    shift = gl.where(new_max == float("-inf"), 0.0, new_max * scale_log2)
+    p = _exp2(scores * scale_log2 - shift[:, None])
+    factor = _exp2(row_max * scale_log2 - shift)
+    return p, new_max, row_sum * factor + gl.sum(p, 1), factor
+
+
+@gluon.jit
+def _consume(
+    out_desc, out_ptr, stride_ot, lse_ptr, chunks_ptr, q_tiles, k_ring, v_ring, out_tiles, q_ready, q_empty, k_ready,
+    k_empty, v_ready, v_empty, num_works, num_heads, scale_log2, W: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = q_tiles.dtype
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16]
+    )
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
+    row_layout: gl.constexpr = gl.SliceLayout(1, scores_layout)
+    out_row_layout: gl.constexpr = gl.SliceLayout(1, out_layout)
+    zeros = gl.zeros([_ROWS, BLOCK_N], gl.float32, scores_layout)
+    no_max = gl.full([_ROWS], float("-inf"), gl.float32, row_layout)
+    no_sum = gl.zeros([_ROWS], gl.float32, row_layout)
+    acc = gl.zeros([_ROWS, D], gl.float32, out_layout)
+    rows = gl.arange(0, _ROWS, row_layout)
+    out_tile = out_tiles.index(W)
+    step = gl.num_programs(0)
+    work = gl.program_id(0)
+    if work < num_works:
+        first_q, len_q, _first_k, len_k = _load_chunk(chunks_ptr, work, num_heads)
+        mbarrier.wait(q_ready.index(W * 2), 0)
+        mbarrier.wait(k_ready.index(0), 0)
+        scores = warpgroup_mma(
+            q_tiles.index(W * 2), k_ring.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True
+        )
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(k_empty.index(0), count=1, pred=len_q <= _TILE_ROWS)
+        mbarrier.arrive(q_empty.index(W * 2), count=1, pred=len_k <= BLOCK_N)
+        e, row_max, row_sum, _factor = _softmax(scores, no_max, no_sum, len_k, scale_log2, scores_layout, BLOCK_N)
+        p = gl.convert_layout(e.to(dtype), p_layout)
+        tile = 0  # query tiles so far
+        base = 0  # key tiles of earlier chunks
+        for work in range(gl.program_id(0), num_works, step):
+            following = gl.minimum(work + step, num_works - 1)
+            next_q, next_len_q, _next_first_k, next_len_k = _load_chunk(chunks_ptr, following, num_heads)
+            is_final_work = work + step >= num_works
+            num_tiles = (len_q + _TILE_ROWS - 1) // _TILE_ROWS
+            num_keys = _num_key_tiles(len_k, BLOCK_N)
+            for t in range(num_tiles):
+                is_last_tile = t == num_tiles - 1
+                q = q_tiles.index(W * 2 + (tile & 1))
+                for j in range(1, num_keys):
+                    s = (base + j) % STAGES
+                    s_v = (base + j - 1) % STAGES
+                    mbarrier.wait(k_ready.index(s), ((base + j) // STAGES) & 1)
+                    scores = warpgroup_mma(q, k_ring.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True)
+                    mbarrier.wait(v_ready.index(s_v), ((base + j - 1) // STAGES) & 1)
+                    acc = warpgroup_mma(p, v_ring.index(s_v), acc, use_acc=(j > 1), is_async=True)
+                    scores = warpgroup_mma_wait(1, deps=[scores])
+                    # A key tile leaves the ring with the last query tile of its chunk.
+                    mbarrier.arrive(k_empty.index(s), count=1, pred=is_last_tile)
+                    mbarrier.arrive(q_empty.index(W * 2 + (tile & 1)), count=1, pred=j == num_keys - 1)
+                    e, row_max, row_sum, factor = _softmax(
+                        scores, row_max, row_sum, len_k - j * BLOCK_N, scale_log2, scores_layout, BLOCK_N
+                    )
+                    next_p = gl.convert_layout(e.to(dtype), p_layout)
+                    acc, p, next_p = warpgroup_mma_wait(0, deps=[acc, p, next_p])
+                    mbarrier.arrive(v_empty.index(s_v), count=1, pred=is_last_tile)
+                    acc = acc * gl.convert_layout(factor, out_row_layout)[:, None]
+                    p = next_p
+                # The last values, beside the first scores of the next query tile, be it of the next chunk.
+                has_next = (is_last_tile & is_final_work) == 0
+                next_stage = gl.where(is_last_tile, base + num_keys, base)
+                following_len_k = gl.where(is_last_tile, next_len_k, len_k)
+                rows_after = gl.where(is_last_tile, next_len_q, len_q - (t + 1) * _TILE_ROWS)
+                s = next_stage % STAGES
+                s_v = (base + num_keys - 1) % STAGES
+                slot = W * 2 + ((tile + 1) & 1)
+                if has_next:
+                    mbarrier.wait(q_ready.index(slot), ((tile + 1) >> 1) & 1)
+                    mbarrier.wait(k_ready.index(s), (next_stage // STAGES) & 1)
+                scores = warpgroup_mma(
+                    q_tiles.index(slot), k_ring.index(s).permute((1, 0)), zeros, use_acc=False, is_async=True
+                )
+                mbarrier.wait(v_ready.index(s_v), ((base + num_keys - 1) // STAGES) & 1)
+                acc = warpgroup_mma(p, v_ring.index(s_v), acc, use_acc=(num_keys > 1), is_async=True)
+                scores = warpgroup_mma_wait(1, deps=[scores])
+                mbarrier.arrive(k_empty.index(s), count=1, pred=has_next & (rows_after <= _TILE_ROWS))
+                mbarrier.arrive(q_empty.index(slot), count=1, pred=has_next & (following_len_k <= BLOCK_N))
+                e, next_max, next_sum, _factor = _softmax(
+                    scores, no_max, no_sum, following_len_k, scale_log2, scores_layout, BLOCK_N
+                )
+                next_p = gl.convert_layout(e.to(dtype), p_layout)
+                acc, p, next_p = warpgroup_mma_wait(0, deps=[acc, p, next_p])
+                mbarrier.arrive(v_empty.index(s_v), count=1, pred=is_last_tile)
+                is_empty = row_sum == 0.0
+                total = gl.where(is_empty, 1.0, row_sum)
+                row = first_q + t * _TILE_ROWS + W * _ROWS
+                num_rows = len_q - t * _TILE_ROWS - W * _ROWS
+                head = work % num_heads
+                out = (acc * gl.convert_layout(1.0 / total, out_row_layout)[:, None]).to(dtype)
+                _store_tile(out_desc, out_ptr, out_tile, out, row, num_rows, head * D, stride_ot, D)
+                lse = gl.where(is_empty, float("-inf"), row_max * scale_log2 * _LN2 + gl.log(total))
+                gl.store(lse_ptr + row.to(gl.int64) * num_heads + head + rows * num_heads, lse, mask=rows < num_rows)
+                p = next_p
+                row_max = next_max
+                row_sum = next_sum
+                tile += 1
+            base += num_keys
+            first_q = next_q
+            len_q = next_len_q
+            len_k = next_len_k
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit(do_not_specialize=["num_heads"])
+def _jagged_attention_hopper_fwd_kernel(
+    q_desc,  # (T_q, H * D), tiles of (64, D)
+    k_desc,  # (T_k, H_kv * D), tiles of (BLOCK_N, D)
+    v_desc,
+    out_desc,  # (T_q, H * D), tiles of (64, D)
+    out_ptr,
+    stride_ot,
+    lse_ptr,  # (T_q, H) float32, natural logarithm
+    chunks_ptr,  # (N, 4) int32
+    num_chunks_ptr,  # () int32
+    num_heads,
+    scale_log2,  # scale * log2(e), positive
+    GROUP: gl.constexpr,  # query heads per key head
+    STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    D: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    dtype: gl.constexpr = q_desc.dtype
+    q_tiles = gl.allocate_shared_memory(dtype, [4, _ROWS, D], q_desc.layout)
+    out_tiles = gl.allocate_shared_memory(dtype, [2, _ROWS, D], out_desc.layout)
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], v_desc.layout)
+    barrier_layout: gl.constexpr = mbarrier.MBarrierLayout()
+    q_ready = gl.allocate_shared_memory(gl.int64, [4, 1], barrier_layout)
+    q_empty = gl.allocate_shared_memory(gl.int64, [4, 1], barrier_layout)
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
+    # Where the copy of a chunk's last V tile reports, before the cleaner passes it on; a chunk has at least one tile,
+    # so no slot is taken again before the ring has moved on.
+    v_raw = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
+    for i in gl.static_range(4):
+        mbarrier.init(q_ready.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(v_ready.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(v_empty.index(i), count=2)
+        mbarrier.init(v_raw.index(i), count=1)
+    num_works = gl.load(num_chunks_ptr) * num_heads
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    out_desc, out_ptr, stride_ot, lse_ptr, chunks_ptr, q_tiles, k_ring, v_ring, out_tiles, q_ready,
+                    q_empty, k_ready, k_empty, v_ready, v_empty, num_works, num_heads, scale_log2, 0, STAGES,
+                    BLOCK_N, D,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    out_desc, out_ptr, stride_ot, lse_ptr, chunks_ptr, q_tiles, k_ring, v_ring, out_tiles, q_ready,
+                    q_empty, k_ready, k_empty, v_ready, v_empty, num_works, num_heads, scale_log2, 1, STAGES,
+                    BLOCK_N, D,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    q_desc, k_desc, v_desc, chunks_ptr, q_tiles, k_ring, v_ring, q_ready, q_empty, k_ready, k_empty,
+                    v_ready, v_empty, v_raw, num_works, num_heads, GROUP, STAGES, BLOCK_N, D,
+                ),
+            ),
+            (
+                _clean,
+                (chunks_ptr, v_ring, v_ready, v_raw, num_works, num_heads, STAGES, BLOCK_N, D),
+            ),
+        ],
+        [4, 1, 1],
+        [232, 40, 40],
+    )  # fmt: skip
