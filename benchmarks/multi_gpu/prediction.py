@@ -85,5 +85,5 @@ def _describe(row: dict[str, Any], samples: Samples) -> ModelDescription:
                 kind="row_wise",
             )
         )
-    units = describe_dense(config, {"history": samples.lengths.tolist()})
+    units = describe_dense(config, {"history": samples.lengths.tolist()}, precision=row["precision"])
     return ModelDescription(name=row["preset"], units=units, tables=tuple(tables))

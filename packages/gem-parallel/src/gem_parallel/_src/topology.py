@@ -57,10 +57,11 @@ class Topology:
     hosts_per_zone: int = 1
     zones: int = 1
     host: Link = Link(
-        bandwidth=450.0,
-        latency=10.0,
+        bandwidth=250.0,
+        latency=30.0,
         per_message=0.2,
-        source="NVLink 4, 900 GB/s both ways (datasheet); latencies assumed",
+        source="NCCL 2.28 without multicast over NVLink 4 between two H200s: all-gather 235, reduce-scatter 249, "
+        "all-to-all 306 GB/s between 64 and 512 MiB; docs/measured/multi-gpu-h200-2026-11-30.md; per_message assumed",
     )
     zone: Link = Link(
         bandwidth=50.0,

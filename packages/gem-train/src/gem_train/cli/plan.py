@@ -124,7 +124,7 @@ def _inputs(args: argparse.Namespace) -> Inputs:
         log = recipe.load(recipe.directory(args.data))
         config = recipes.RunConfig.resolve(recipe, log, parse_assignments(args.assignments))
         samples = args.samples or max(1, -(-config.data.global_batch_size // ranks))
-        model = recipes.describe_run(config, log, samples)
+        model = recipes.describe_run(config, log, samples, precision=args.precision or "bf16")
         workload = Workload(samples_per_rank=samples, sparse_optimizer=config.sparse.kind)
         wanted = ParallelDims(dp_replicate=1)
     if args.location:

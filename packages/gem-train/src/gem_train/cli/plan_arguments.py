@@ -76,6 +76,11 @@ def _action(
     parser.add_argument(
         "--contention", type=float, metavar="SHARE", help="compute lost while a collective runs under it, 0 to 1"
     )
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "bf16", "bf16_activations", "mxfp8"),
+        help="that of training, which decides what is saved for backward; the rates are bf16's (default: bf16)",
+    )
     parser.add_argument("--data", metavar="DIR", help="directory of the data (default: that of the recipe)")
     parser.add_argument(
         "--set",

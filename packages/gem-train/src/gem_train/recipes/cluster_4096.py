@@ -103,7 +103,7 @@ def _tables(config: RankingConfig) -> tuple[SparseTable, ...]:
 
 def _describe() -> ModelDescription:
     config = _config()
-    units = tuple(_with_experts(unit, config) for unit in describe_dense(config, LENGTHS, element_bytes=2))
+    units = tuple(_with_experts(unit, config) for unit in describe_dense(config, LENGTHS, precision="bf16_activations"))
     return ModelDescription(name="cluster-4096", units=units, tables=_tables(config))
 
 

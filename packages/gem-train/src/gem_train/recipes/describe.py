@@ -25,10 +25,12 @@ __all__ = ["describe_dense", "describe_run", "measure_activations"]
 MAX_MEASURED = 20_000_000
 """Parameters of the largest model that is run to see what it saves."""
 NUM_MEASURED = 4
-"""Samples that it is run with."""
+"""Samples that it is run with, and with twice as many."""
 
 
-def describe_run(config: RunConfig, log: EventLog, samples_per_rank: int) -> ModelDescription:
+def describe_run(
+    config: RunConfig, log: EventLog, samples_per_rank: int, *, precision: str = "bf16"
+) -> ModelDescription:
     """A recipe's run, from its first training batch of as many samples as a rank gets.
 
     Histories, ids and repeated ids are those of that batch; FLOPs are exact for it.
@@ -37,12 +39,13 @@ def describe_run(config: RunConfig, log: EventLog, samples_per_rank: int) -> Mod
         config: The settings.
         log: The data.
         samples_per_rank: Samples of a step on one rank.
+        precision: Name of the gem_precision recipe that the dense layers train in.
     """
     data = replace(config.data, global_batch_size=samples_per_rank, prefetch_batches=0)
     batch: Batch = next(iter(build_source(replace(config, data=data), log, World(), "train")))
     samples = batch.num_samples
     lengths = {name: torch.diff(sequence.offsets).tolist() for name, sequence in batch.sequences.items()}
-    dense = describe_dense(config.model, lengths)
+    dense = describe_dense(config.model, lengths, precision=precision)
     dim = config.model.embedding_dim
     tables = []
     for table in log.tables:
@@ -67,7 +70,7 @@ def describe_run(config: RunConfig, log: EventLog, samples_per_rank: int) -> Mod
 
 
 def describe_dense(
-    config: RankingConfig, lengths: Mapping[str, Sequence[int]], *, element_bytes: int = 4
+    config: RankingConfig, lengths: Mapping[str, Sequence[int]], *, precision: str = "fp32"
 ) -> tuple[DenseUnit, ...]:
     """The model's FSDP units in the order they run, with FLOPs and saved bytes per sample.
 
@@ -78,8 +81,7 @@ def describe_dense(
     Args:
         config: The model.
         lengths: Sequence name -> events of each sample; all of one number of samples.
-        element_bytes: Of a saved float; 4 also for `--precision bf16`, which keeps what it casts, 2 for a model whose
-            activations are bf16.
+        precision: Name of the gem_precision recipe that it trains in, which decides what is saved.
     """
     with torch.device("meta"):
         model = RankingModel(config)
@@ -97,7 +99,8 @@ def describe_dense(
     for name, count in flops.items():
         gemm[_unit_of(name, units)] += count.gemm / samples
         attention[_unit_of(name, units)] += count.attention / samples
-    saved = measure_activations(config, lengths)
+    saved = measure_activations(config, lengths, precision=precision)
+    element_bytes = 2 if precision == "bf16_activations" else 4
     found = []
     for name in units:
         largest = max((shape for shape in shapes[name] if len(shape) > 1), key=math.prod, default=(64, 64))
@@ -108,7 +111,7 @@ def describe_dense(
                 gemm_flops=gemm[name],
                 gemm_width=min(largest),
                 attention_flops=attention[name],
-                activation_bytes=saved.get(name, 0.0) * element_bytes / 4,
+                activation_bytes=saved.get(name, 0.0),
                 reshard_after_forward=bool(name),
                 **_expert_options(model, name, element_bytes),
             )
@@ -130,12 +133,15 @@ def _expert_options(model: RankingModel, name: str, element_bytes: int) -> dict[
     }
 
 
-def measure_activations(config: RankingConfig, lengths: Mapping[str, Sequence[int]]) -> dict[str, float]:
-    """Unit -> float32 bytes per sample that autograd saves in forward, beside parameters and embeddings.
+def measure_activations(
+    config: RankingConfig, lengths: Mapping[str, Sequence[int]], *, precision: str = "fp32"
+) -> dict[str, float]:
+    """Unit -> bytes per sample that autograd saves in forward, beside embeddings and what every step has once.
 
     Args:
         config: The model.
         lengths: Sequence name -> events of each sample; their mean is what is run.
+        precision: Name of the gem_precision recipe that it is run in, all linear layers, however narrow.
     """
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in RankingModel(config).parameters())
@@ -145,9 +151,9 @@ def measure_activations(config: RankingConfig, lengths: Mapping[str, Sequence[in
     while size / factor**2 > MAX_MEASURED / 16 and size > MAX_MEASURED:
         factor *= 2
     if factor == 1:
-        return _saved_bytes(config, events)
-    once = _saved_bytes(_narrowed(config, factor), events)
-    twice = _saved_bytes(_narrowed(config, factor // 2), events)
+        return _saved_bytes(config, events, precision)
+    once = _saved_bytes(_narrowed(config, factor), events, precision)
+    twice = _saved_bytes(_narrowed(config, factor // 2), events, precision)
     return {name: once[name] + (twice[name] - once[name]) * (factor - 1) for name in once}
 
 
@@ -172,13 +178,34 @@ def _narrowed(config: RankingConfig, factor: int) -> RankingConfig:
     )
 
 
-def _saved_bytes(config: RankingConfig, events: Mapping[str, int]) -> dict[str, float]:
+def _saved_bytes(config: RankingConfig, events: Mapping[str, int], precision: str = "fp32") -> dict[str, float]:
     state = torch.get_rng_state()
     try:
         torch.manual_seed(0)
         model = RankingModel(config).train()
-        lengths = {name: [count] * NUM_MEASURED for name, count in events.items()}
-        batch, embeddings = random_batch(config, NUM_MEASURED, lengths=lengths)
+    finally:
+        torch.set_rng_state(state)
+    if precision != "fp32":
+        from gem_precision import BF16Recipe, MXFP8Recipe, convert, get_recipe  # not needed in fp32
+
+        recipe = get_recipe(precision)
+        assert isinstance(recipe, BF16Recipe | MXFP8Recipe)
+        # A narrowed model stands for one whose layers are wide.
+        convert(model, replace(recipe, min_features=1))
+    once = _saved_by(model, config, events, NUM_MEASURED)
+    twice = _saved_by(model, config, events, 2 * NUM_MEASURED)
+    # Cast weights are saved once whatever the samples: the difference does not have them.
+    return {name: (twice[name] - total) / NUM_MEASURED for name, total in once.items()}
+
+
+def _saved_by(
+    model: RankingModel, config: RankingConfig, events: Mapping[str, int], num_samples: int
+) -> dict[str, float]:
+    """Unit -> bytes that autograd saves in forward of so many samples."""
+    lengths = {name: [count] * num_samples for name, count in events.items()}
+    state = torch.get_rng_state()
+    try:
+        batch, embeddings = random_batch(config, num_samples, lengths=lengths)
     finally:
         torch.set_rng_state(state)
     units = _units(model)
@@ -197,7 +224,7 @@ def _saved_bytes(config: RankingConfig, events: Mapping[str, int]) -> dict[str, 
 
     with _tracked(model, units, inside), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model.loss(model(batch, embeddings), batch)
-    return {name: total / NUM_MEASURED for name, total in saved.items()}
+    return saved
 
 
 @contextmanager
