@@ -3,6 +3,8 @@
 python bench_jagged_attention.py                 # all shapes; needs a CUDA device
 python bench_jagged_attention.py --quick         # the first two shapes, few repeats
 python bench_jagged_attention.py --tune dkdv     # time every candidate tile configuration of one kernel
+
+On Hopper the op is timed twice, with the forward made for it and with the portable one.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from attention_bench import Op, Shape, main
 from torch import Tensor
 
 from gem_kernels import jagged_attention, reference
+from gem_kernels._src.gdpa.hopper_launch import portable_only
 
 SHAPES = [
     Shape(id="B1152-q256-k256", num_sequences=1152, max_seqlen_q=256, max_seqlen_k=256),
@@ -29,7 +32,12 @@ def reference_output(q: Tensor, k: Tensor, v: Tensor, *, offsets_q: Tensor, offs
     return out
 
 
-OP = Op(name="jagged_attention", attend=jagged_attention, reference=reference_output)
+OP = Op(
+    name="jagged_attention",
+    attend=jagged_attention,
+    reference=reference_output,
+    variants={"portable": portable_only},
+)
 
 
 if __name__ == "__main__":
