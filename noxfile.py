@@ -213,13 +213,35 @@ def tests_dist(session: nox.Session) -> None:
 
 
 def gpu_lane(session: nox.Session, *folders: str) -> None:
-    """Pytest on the GPU tests of some folders, where a skip is an error unless the test is marked sm100."""
+    """Pytest on the GPU tests of some folders, where a skip is an error unless the test is marked sm100.
+
+    Most of their time compiles kernels on the CPU, so several processes share the GPU, if pytest-xdist is there; after
+    them, alone, what takes most of its memory or starts processes of its own.
+    """
     check = "import sys, torch; torch.cuda.is_available() or sys.exit('the GPU lane: torch sees no CUDA device')"
-    session.run(shared_python(session), "-c", check)
+    python = shared_python(session)
+    session.run(python, "-c", check)
     if not any(mentions(ROOT / folder, "mark.gpu") for folder in folders):
         session.log(f"no GPU test in {', '.join(folders)}")
         return
-    pytest(session, *folders, "-m", "gpu", "-p", "gpu_lane")
+    alone = "memory or dist"
+    together = [*folders, "-m", f"gpu and not ({alone})", "-p", "gpu_lane"]
+    if any(argument.startswith("-n") for argument in posargs(session)):
+        pytest(session, *together)
+    elif not subprocess.run([python, "-c", "import xdist"], capture_output=True).returncode:
+        # pytest-benchmark, where the runner has it, warns beside xdist.
+        pytest(session, *together, "-n", str(gpu_workers()), "-p", "no:benchmark")
+    else:
+        session.warn("pytest-xdist is not installed: one process compiles all kernels, which can take an hour")
+        pytest(session, *together)
+    if any(mentions(ROOT / folder, "mark.memory", "mark.dist") for folder in folders):
+        pytest(session, *folders, "-m", f"gpu and ({alone})", "-p", "gpu_lane", "-p", "no:xdist", "-p", "no:benchmark")
+
+
+def gpu_workers() -> int:
+    """Processes of the GPU lane: a core each, and few enough for the contexts and buffers of all on one GPU."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(14, cores - 1))
 
 
 @gem_session(tags=["gpu"])

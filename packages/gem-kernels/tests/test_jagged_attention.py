@@ -465,6 +465,7 @@ def test_gpu_80000_sequences(outlier):
 
 
 @pytest.mark.gpu
+@pytest.mark.memory
 def test_gpu_beyond_2_31_elements():
     rows, width = 2200, 1 << 20
     gc.collect()

@@ -392,6 +392,7 @@ def test_every_code_dequantises_on_the_gpu_as_on_the_cpu(elem_dtype: torch.dtype
 
 
 @pytest.mark.gpu
+@pytest.mark.memory
 def test_more_than_two_to_the_31_elements_on_the_gpu() -> None:
     rows, cols = (1 << 21) + 40, 1024
     if torch.cuda.mem_get_info()[0] < 12 << 30:

@@ -10,6 +10,7 @@ ROWS, DIM = 2**26 + 8, 64
 
 
 @pytest.mark.gpu
+@pytest.mark.memory
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_rows_beyond_32_bits_of_elements(monkeypatch, dtype):
     if torch.cuda.mem_get_info()[0] < 24 * 2**30:
