@@ -1,8 +1,13 @@
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
 
-from gem_kernels import gdpa, jagged_attention
-from gem_kernels.modules import GDPA, JaggedAttention
+from gem_kernels import block_attention, gdpa, jagged_attention
+from gem_kernels.modules import GDPA, BlockAttention, JaggedAttention
 from gem_kernels.testing import attention_inputs
 
 X = attention_inputs((3, 0, 9), (4, 5, 7), num_heads=4, num_heads_kv=2)
@@ -29,11 +34,108 @@ def test_gdpa_module_is_the_function(options):
     assert torch.equal(module(X.q, X.k, X.v, **BATCH), gdpa(X.q, X.k, X.v, **BATCH, **options))
 
 
+def draw(*shape: int, seed: int = 3) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionCase:
+    """Arguments of a call beside q, k, v and the lengths, and what a module fixes for them."""
+
+    id: str
+    kind: type[nn.Module]
+    call: Callable[[], dict[str, Any]]
+    fixed: dict[str, Any] = field(default_factory=dict)
+    lengths_q: tuple[int, ...] = (3, 0, 9)
+    lengths_k: tuple[int, ...] | None = (4, 5, 7)
+    seeds: bool = False
+
+
+REQUESTS = {"lengths_q": (3, 0, 4, 2), "lengths_k": (5, 7)}
+FUNCTIONS = {JaggedAttention: jagged_attention, GDPA: gdpa, BlockAttention: block_attention}
+OPTION_CASES = [
+    OptionCase(
+        id="position_bias", kind=JaggedAttention, call=lambda: {"position_bias": draw(4, 5)}, fixed={"causal": True}
+    ),
+    OptionCase(
+        id="time_bias",
+        kind=JaggedAttention,
+        call=lambda: {"time_bias": draw(4, 20), "times_q": torch.arange(12) * 7, "times_k": torch.arange(16) * 5},
+        fixed={"time_buckets_per_octave": 4},
+    ),
+    OptionCase(
+        id="requests", kind=JaggedAttention, call=lambda: {"request_index": torch.tensor([0, 0, 1, 1])}, **REQUESTS
+    ),
+    OptionCase(id="seeds", kind=JaggedAttention, call=dict, lengths_q=(3,), seeds=True),
+    OptionCase(
+        id="seeds-of-requests-with-both-biases",
+        kind=JaggedAttention,
+        call=lambda: {
+            "request_index": torch.tensor([0, 0, 1, 2, 2]),
+            "position_bias": draw(4, 5),
+            "time_bias": draw(4, 6),
+            "times_q": 40 * draw(15),
+            "times_k": 40 * draw(16, seed=4),
+        },
+        lengths_q=(3,),
+        seeds=True,
+    ),
+    OptionCase(
+        id="targets",
+        kind=GDPA,
+        call=lambda: {"num_targets": torch.tensor([1, 0, 4])},
+        fixed={"activation": "silu", "causal": True},
+        lengths_k=None,
+    ),
+    OptionCase(id="gdpa-requests", kind=GDPA, call=lambda: {"request_index": torch.tensor([0, 0, 1, 1])}, **REQUESTS),
+    OptionCase(id="gdpa-seeds", kind=GDPA, call=dict, lengths_q=(3,), seeds=True),
+    OptionCase(
+        id="rotary",
+        kind=BlockAttention,
+        call=lambda: {"rotary": draw(79, 16)},
+        fixed={"block_size": 32},
+        lengths_q=(70, 0, 9),
+        lengths_k=None,
+    ),
+]
+
+
+@pytest.mark.parametrize("case", OPTION_CASES, ids=lambda case: case.id)
+def test_module_passes_every_option_of_a_call_on(case):
+    x = attention_inputs(case.lengths_q, case.lengths_k, num_heads=4, num_heads_kv=2)
+    if case.kind is BlockAttention:
+        lengths = {"offsets": x.offsets_q, "max_seqlen": x.max_seqlen_q}
+    else:
+        lengths = {
+            "offsets_q": None if case.seeds else x.offsets_q,
+            "offsets_k": x.offsets_k,
+            "max_seqlen_q": x.max_seqlen_q,
+            "max_seqlen_k": x.max_seqlen_k,
+        }
+    results = []
+    for attend in (case.kind(**case.fixed), lambda *a, **k: FUNCTIONS[case.kind](*a, **k, **case.fixed)):
+        call = case.call()
+        inputs = [t.clone().requires_grad_() for t in (x.q, x.k, x.v)]
+        tables = [t.requires_grad_() for name, t in call.items() if name.endswith("_bias")]
+        out = attend(*inputs, **lengths, **call)
+        results.append((out, *torch.autograd.grad(out, inputs + tables, draw(*out.shape))))
+    for through_module, expected in zip(*results, strict=True):
+        assert torch.equal(through_module, expected)
+
+
+def test_errors_of_a_call_are_those_of_the_function():
+    with pytest.raises(ValueError, match="`times_q` must be given with `time_bias`"):
+        JaggedAttention()(X.q, X.k, X.v, **BATCH, time_bias=draw(4, 3))
+    with pytest.raises(ValueError, match="`num_targets` must be None when `request_index` is given"):
+        GDPA()(X.q, X.k, X.v, **BATCH, num_targets=torch.zeros(3).long(), request_index=torch.arange(3))
+
+
 def test_modules_hold_no_state_and_show_their_options():
-    for module in (JaggedAttention(causal=True), GDPA(activation="relu")):
+    for module in (JaggedAttention(causal=True), GDPA(activation="relu"), BlockAttention()):
         assert list(module.parameters()) == []
         assert module.state_dict() == {}
     assert "causal=True" in repr(JaggedAttention(causal=True))
+    assert "time_buckets_per_octave=4" in repr(JaggedAttention(time_buckets_per_octave=4))
     assert "activation='relu'" in repr(GDPA(activation="relu"))
 
 
@@ -45,6 +147,8 @@ def test_modules_hold_no_state_and_show_their_options():
         (lambda: GDPA(window_size=(-3, 0)), ["GDPA", "window_size", "(-3, 0)"]),
         (lambda: JaggedAttention(window_size=(0, -2)), ["JaggedAttention", "window_size", "(0, -2)"]),
         (lambda: JaggedAttention(scale=float("nan")), ["JaggedAttention", "scale", "finite"]),
+        (lambda: JaggedAttention(time_buckets_per_octave=3), ["JaggedAttention", "time_buckets_per_octave", "got 3"]),
+        (lambda: JaggedAttention(time_buckets_per_octave=True), ["JaggedAttention", "got True"]),
         (lambda: JaggedAttention(scale=-1.0), ["JaggedAttention", "scale", "> 0"]),
     ],
 )

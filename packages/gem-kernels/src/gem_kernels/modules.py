@@ -1,7 +1,8 @@
 """nn.Module forms of the attention ops, without parameters.
 
 A model that calls attention through a module lets a caller replace that module from outside, for example by a
-low-precision one; the functions underneath are the same.
+low-precision one; the functions underneath are the same. What is fixed for a layer goes to the constructor; what
+belongs to a batch, or is a parameter that the model owns, goes to the call, under the names of the function.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from gem_kernels._src.block_attention.check import check_block_size
 from gem_kernels._src.gdpa.activation import Activation, activation_name
+from gem_kernels._src.jagged_attention.bias import BUCKETS_PER_OCTAVE
 from gem_kernels._src.validate import check_scalar, check_scale, check_window
 from gem_kernels.block_attention import block_attention
 from gem_kernels.gdpa import gdpa
@@ -25,18 +27,29 @@ class JaggedAttention(nn.Module):
         scale: Factor on the scores; default ``D ** -0.5``.
         causal: Keep only keys j <= i.
         window_size: (left, right) in tokens, -1 = unbounded.
+        time_buckets_per_octave: Buckets each time the gap doubles, 1, 2, 4 or 8, of a ``time_bias`` given at the call.
     """
 
     def __init__(
-        self, scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1)
+        self,
+        scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        time_buckets_per_octave: int = 1,
     ) -> None:
         super().__init__()
         if scale is not None:
             check_scale("JaggedAttention", scale)
         check_window("JaggedAttention", window_size)
+        if isinstance(time_buckets_per_octave, bool) or time_buckets_per_octave not in BUCKETS_PER_OCTAVE:
+            raise ValueError(
+                f"JaggedAttention: `time_buckets_per_octave` must be 1, 2, 4 or 8, got {time_buckets_per_octave!r}; "
+                "other divisions of an octave have no exact buckets."
+            )
         self.scale = scale
         self.causal = causal
         self.window_size = window_size
+        self.time_buckets_per_octave = time_buckets_per_octave
 
     def forward(
         self,
@@ -44,12 +57,21 @@ class JaggedAttention(nn.Module):
         k: Tensor,
         v: Tensor,
         *,
-        offsets_q: Tensor,
+        offsets_q: Tensor | None,
         offsets_k: Tensor,
         max_seqlen_q: int,
         max_seqlen_k: int,
+        position_bias: Tensor | None = None,
+        time_bias: Tensor | None = None,
+        times_q: Tensor | None = None,
+        times_k: Tensor | None = None,
+        request_index: Tensor | None = None,
     ) -> Tensor:
-        """Map q (T_q, H, D), k (T_k, H_kv, D), v (T_k, H_kv, D_v) to (T_q, H, D_v)."""
+        """Map q (T_q, H, D), k (T_k, H_kv, D), v (T_k, H_kv, D_v) to (T_q, H, D_v).
+
+        Arguments, shapes and errors are those of :func:`gem_kernels.jagged_attention`: ``offsets_q=None`` makes q
+        (S, H, D) seeds of every sequence, the bias tables are learned parameters of the caller.
+        """
         out = jagged_attention(
             q,
             k,
@@ -61,12 +83,21 @@ class JaggedAttention(nn.Module):
             scale=self.scale,
             causal=self.causal,
             window_size=self.window_size,
+            position_bias=position_bias,
+            time_bias=time_bias,
+            times_q=times_q,
+            times_k=times_k,
+            time_buckets_per_octave=self.time_buckets_per_octave,
+            request_index=request_index,
         )
         assert isinstance(out, Tensor)
         return out
 
     def extra_repr(self) -> str:
-        return f"scale={self.scale}, causal={self.causal}, window_size={self.window_size}"
+        return (
+            f"scale={self.scale}, causal={self.causal}, window_size={self.window_size}, "
+            f"time_buckets_per_octave={self.time_buckets_per_octave}"
+        )
 
 
 class GDPA(nn.Module):
@@ -105,12 +136,18 @@ class GDPA(nn.Module):
         k: Tensor,
         v: Tensor,
         *,
-        offsets_q: Tensor,
+        offsets_q: Tensor | None,
         offsets_k: Tensor,
         max_seqlen_q: int,
         max_seqlen_k: int,
+        num_targets: Tensor | None = None,
+        request_index: Tensor | None = None,
     ) -> Tensor:
-        """Map q (T_q, H, D), k (T_k, H_kv, D), v (T_k, H_kv, D_v) to (T_q, H, D_v)."""
+        """Map q (T_q, H, D), k (T_k, H_kv, D), v (T_k, H_kv, D_v) to (T_q, H, D_v).
+
+        Arguments, shapes and errors are those of :func:`gem_kernels.gdpa`: ``offsets_q=None`` makes q (S, H, D) seeds
+        of every sequence.
+        """
         return gdpa(
             q,
             k,
@@ -124,6 +161,8 @@ class GDPA(nn.Module):
             post_scale=self.post_scale,
             causal=self.causal,
             window_size=self.window_size,
+            num_targets=num_targets,
+            request_index=request_index,
         )
 
     def extra_repr(self) -> str:
@@ -149,10 +188,22 @@ class BlockAttention(nn.Module):
         self.block_size = block_size
         self.scale = scale
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, offsets: Tensor, max_seqlen: int) -> Tensor:
-        """Map q (T, H, D), k (T, H_kv, D), v (T, H_kv, D_v) to (T, H, D_v)."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, offsets: Tensor, max_seqlen: int, rotary: Tensor | None = None
+    ) -> Tensor:
+        """Map q (T, H, D), k (T, H_kv, D), v (T, H_kv, D_v) to (T, H, D_v).
+
+        Arguments, shapes and errors are those of :func:`gem_kernels.block_attention`.
+        """
         return block_attention(
-            q, k, v, offsets=offsets, max_seqlen=max_seqlen, block_size=self.block_size, scale=self.scale
+            q,
+            k,
+            v,
+            offsets=offsets,
+            max_seqlen=max_seqlen,
+            block_size=self.block_size,
+            scale=self.scale,
+            rotary=rotary,
         )
 
     def extra_repr(self) -> str:

@@ -8,7 +8,12 @@ another sequence. The probabilities P and their gradient dS stay in high precisi
   S = Q Kᵀ, dQ = dS K, dK = dSᵀ Q, dV = Pᵀ dO and dP = dO Vᵀ.
 - dP = dO Vᵀ reduces over the channels of V but reads the V of the forward product, quantised along tokens.
 - A block of 32 tokens shares scales. With a causal mask a later token of the block can therefore change how an earlier
-  one is rounded, by at most one unit of FP8; it never changes which pairs attend.
+  one is rounded, by at most one unit of FP8; it never changes which pairs attend. Nor do targets (``num_targets``) that
+  lie in one block attend to each other, but they share scales likewise.
+- With ``request_index`` the blocks of each side follow its own offsets. Seeds (``offsets_q=None``) are quantised once,
+  as one sequence, and their dO as one for each sequence that reads them.
+- Bias tables and times stay as they are: they meet the scores, which exist only inside the op.
+- A rotation inside the op would read quantised operands and leave unquantised ones, so ``rotary`` is refused.
 
 Block shapes: the 32x32 and 32x1 choices published for GEM's attention kernels.
 """
@@ -39,7 +44,7 @@ _ALONG_TOKENS = (32, 1)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _check(name: str, x: Tensor, offsets_name: str, offsets: Tensor) -> None:
+def _check_operand(name: str, x: Tensor) -> None:
     """Raise on what the casts cannot read; the op itself checks everything else before it computes."""
     if x.dim() != 3:
         raise ValueError(f"MXFP8 attention: `{name}` must have shape (T, H, D), got {tuple(x.shape)}.")
@@ -47,8 +52,25 @@ def _check(name: str, x: Tensor, offsets_name: str, offsets: Tensor) -> None:
         raise TypeError(
             f"MXFP8 attention: `{name}` must be float32, bfloat16 or float16, got {x.dtype}; cast it first."
         )
+
+
+def _check_offsets(name: str, offsets: Tensor) -> None:
+    """Raise on offsets from which no blocks can be cut."""
+    if not isinstance(offsets, Tensor):
+        raise TypeError(
+            f"MXFP8 attention: `{name}` must be a Tensor of shape (B + 1,), got {type(offsets).__name__}; make it with "
+            "lengths_to_offsets of the lengths."
+        )
     if offsets.dim() != 1 or offsets.shape[0] < 1:
-        raise ValueError(f"MXFP8 attention: `{offsets_name}` must have shape (B + 1,), got {tuple(offsets.shape)}.")
+        raise ValueError(f"MXFP8 attention: `{name}` must have shape (B + 1,), got {tuple(offsets.shape)}.")
+
+
+def _equal_sequences(num_sequences: int, seeds: Tensor) -> JaggedBlocks:
+    """Blocks of ``num_sequences`` sequences that each have a row for every one of the seeds."""
+    length = seeds.shape[0]
+    # From sizes alone and on the device: nothing waits for a copy.
+    offsets = torch.arange(num_sequences + 1, device=seeds.device) * length
+    return JaggedBlocks.of(offsets, num_sequences * length, length)
 
 
 class _MXFP8TwoSided:
@@ -66,16 +88,21 @@ class _MXFP8TwoSided:
         k: Tensor,
         v: Tensor,
         *,
-        offsets_q: Tensor,
+        offsets_q: Tensor | None,
         offsets_k: Tensor,
         max_seqlen_q: int,
         max_seqlen_k: int,
+        **options: Any,
     ) -> Tensor:
-        """Map q (T_q, H, D), k (T_k, H_kv, D), v (T_k, H_kv, D_v) to (T_q, H, D_v)."""
+        """Map q (T_q, H, D), k (T_k, H_kv, D), v (T_k, H_kv, D_v) to (T_q, H, D_v); ``options`` of the module as is."""
         for name, x in (("q", q), ("k", k), ("v", v)):
-            side = "offsets_q" if name == "q" else "offsets_k"
-            _check(name, x, side, offsets_q if name == "q" else offsets_k)
-        blocks_q = JaggedBlocks.of(offsets_q, q.shape[0], max_seqlen_q)
+            _check_operand(name, x)
+        _check_offsets("offsets_k", offsets_k)
+        if offsets_q is None:
+            blocks_q = _equal_sequences(1, q)
+        else:
+            _check_offsets("offsets_q", offsets_q)
+            blocks_q = JaggedBlocks.of(offsets_q, q.shape[0], max_seqlen_q)
         shared = offsets_k is offsets_q and q.shape[0] == k.shape[0]
         blocks_k = blocks_q if shared else JaggedBlocks.of(offsets_k, k.shape[0], max_seqlen_k)
         out = super().forward(  # type: ignore[misc]
@@ -86,7 +113,12 @@ class _MXFP8TwoSided:
             offsets_k=offsets_k,
             max_seqlen_q=max_seqlen_q,
             max_seqlen_k=max_seqlen_k,
+            **options,
         )
+        if offsets_q is None:
+            request_index = options.get("request_index")
+            num_sequences = offsets_k.shape[0] - 1 if request_index is None else request_index.shape[0]
+            blocks_q = _equal_sequences(num_sequences, q)
         return quantize_jagged_grad(out, blocks_q, _SQUARE, self.recipe)
 
 
@@ -99,7 +131,7 @@ class MXFP8GDPA(_MXFP8TwoSided, GDPA):
 
 
 class MXFP8BlockAttention(BlockAttention):
-    """``gem_kernels.modules.BlockAttention`` on MXFP8 operands.
+    """``gem_kernels.modules.BlockAttention`` on MXFP8 operands, without ``rotary``.
 
     Args:
         block_size: Tokens of an attention block: 32, 64 or 128. Each holds whole blocks of the casts.
@@ -113,10 +145,24 @@ class MXFP8BlockAttention(BlockAttention):
         super().__init__(block_size=block_size, scale=scale)
         self.recipe = MXFP8Recipe() if recipe is None else recipe
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, offsets: Tensor, max_seqlen: int) -> Tensor:
-        """Map q (T, H, D), k (T, H_kv, D), v (T, H_kv, D_v) to (T, H, D_v)."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, offsets: Tensor, max_seqlen: int, rotary: Tensor | None = None
+    ) -> Tensor:
+        """Map q (T, H, D), k (T, H_kv, D), v (T, H_kv, D_v) to (T, H, D_v).
+
+        Raises:
+            ValueError: if ``rotary`` is given, or as :func:`gem_kernels.block_attention`.
+        """
+        if rotary is not None:
+            got = f"a tensor of shape {tuple(rotary.shape)}" if isinstance(rotary, Tensor) else type(rotary).__name__
+            raise ValueError(
+                "MXFP8BlockAttention: `rotary` must be None, because the op would rotate operands that are quantised "
+                f"already, got {got}; rotate q, k and v before the call, or leave this layer out with "
+                "convert(..., filter=...)."
+            )
         for name, x in (("q", q), ("k", k), ("v", v)):
-            _check(name, x, "offsets", offsets)
+            _check_operand(name, x)
+        _check_offsets("offsets", offsets)
         blocks = JaggedBlocks.of(offsets, q.shape[0], max_seqlen)
         if k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0]:
             raise ValueError(
@@ -134,7 +180,10 @@ class MXFP8BlockAttention(BlockAttention):
 
 
 class _BF16Operands:
-    """Casts of Q, K and V to bfloat16, and of the result back if the recipe says so, around a module's forward."""
+    """Casts of Q, K and V to bfloat16, and of the result back if the recipe says so, around a module's forward.
+
+    Bias tables, times, targets and indices pass through as they are.
+    """
 
     recipe = BF16Recipe()
 
@@ -155,3 +204,10 @@ class BF16GDPA(_BF16Operands, GDPA):
 
 class BF16BlockAttention(_BF16Operands, BlockAttention):
     """``gem_kernels.modules.BlockAttention`` on bfloat16 operands; arguments as there."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **batch: Any) -> Tensor:
+        """As ``BlockAttention``; a ``rotary`` table in the dtype of q becomes float32, which bfloat16 operands take."""
+        rotary = batch.get("rotary")
+        if isinstance(rotary, Tensor) and rotary.dtype == q.dtype != torch.bfloat16:
+            batch["rotary"] = rotary.float()
+        return super().forward(q, k, v, **batch)
