@@ -576,7 +576,6 @@ def test_cuda_80000_sequences(dtype):
 
 @pytest.mark.gpu
 @pytest.mark.memory
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_cuda_more_elements_than_int32_holds(dtype):
     rows, tail = 2**24 + 1000, 200

@@ -415,7 +415,6 @@ def test_cuda_batches_of_any_size_share_a_kernel(count_variants):
 
 @pytest.mark.gpu
 @pytest.mark.memory
-@pytest.mark.slow
 def test_cuda_more_elements_than_int32_holds():
     rows, tail, heads, dim = 2**22 + 1000, 200, 4, 128
     free, _ = torch.cuda.mem_get_info()

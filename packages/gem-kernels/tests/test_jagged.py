@@ -244,7 +244,6 @@ def test_cuda_equals_cpu_without_waiting_for_the_device(case):
 
 @pytest.mark.gpu
 @pytest.mark.memory
-@pytest.mark.slow
 def test_cuda_more_elements_than_int32_holds():
     rows, dim = 2**22, 520
     assert rows * dim > 2**31

@@ -495,7 +495,6 @@ def test_cuda_batches_of_any_size_share_a_kernel(op, count_variants):
 
 @pytest.mark.gpu
 @pytest.mark.memory
-@pytest.mark.slow
 @pytest.mark.parametrize("op", FUNCTIONS)
 def test_cuda_more_elements_than_int32_holds(op):
     rows, features, tail = 2**22 + 1000, 512, 200
