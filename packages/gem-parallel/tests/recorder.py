@@ -2,6 +2,8 @@
 
 import torch.distributed as dist
 
+from gem_parallel._src.embeddings import link
+
 
 class Recorder:
     """Counts what this rank passes to torch.distributed: (kind, bytes to other ranks, bytes received in all)."""
@@ -18,17 +20,19 @@ class Recorder:
 
     def __enter__(self):
         self.calls = []
-        self.saved = {name: getattr(dist, name) for name in self.KINDS if hasattr(dist, name)}
-        for name in self.saved:
-            setattr(dist, name, self.wrap(name))
+        # The tables' transfers know torch's all-gather by a name of their own.
+        places = [(dist, name) for name in self.KINDS if hasattr(dist, name)] + [(link, "all_gather_single")]
+        self.saved = [(place, name, getattr(place, name)) for place, name in places]
+        for place, name, function in self.saved:
+            setattr(place, name, self.wrap(name, function))
         return self
 
     def __exit__(self, *_):
-        for name, function in self.saved.items():
-            setattr(dist, name, function)
+        for place, name, function in self.saved:
+            setattr(place, name, function)
 
-    def wrap(self, name):
-        original, kind = self.saved[name], self.KINDS[name]
+    def wrap(self, name, original):
+        kind = self.KINDS[name]
 
         def call(*args, **kwargs):
             bound = dict(zip(("output", "input", "output_split_sizes", "input_split_sizes"), args, strict=False))

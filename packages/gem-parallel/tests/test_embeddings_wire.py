@@ -6,6 +6,7 @@ import torch.distributed as dist
 from sparse_cases import SparseCase, compare, full_state, make, rank_batch, train_step
 
 from gem_parallel import FeatureConfig, ParallelDims, ShardedEmbeddings, SparseOptimizerConfig, TableConfig
+from gem_parallel._src.embeddings import link
 from gem_parallel._src.embeddings.wire import bytes_per_row, pack_rows, unpack_rows
 
 # Relative to the largest magnitude of a row: half a spacing of the format at its top, where it is widest.
@@ -66,12 +67,12 @@ class Recorder:
 
     def __init__(self):
         self.calls = []
-        self.originals = {name: getattr(dist, name) for name in ("all_to_all_single", "all_gather_into_tensor")}
-        self.originals["all_reduce"] = dist.all_reduce
+        places = ((dist, "all_to_all_single"), (link, "all_gather_single"), (dist, "all_reduce"))
+        self.originals = [(place, name, getattr(place, name)) for place, name in places]
 
     def __enter__(self):
-        for name, original in self.originals.items():
-            setattr(dist, name, self.recorded(name, original))
+        for place, name, original in self.originals:
+            setattr(place, name, self.recorded(name, original))
         return self
 
     def recorded(self, name, original):
@@ -83,8 +84,8 @@ class Recorder:
         return call
 
     def __exit__(self, *_):
-        for name, original in self.originals.items():
-            setattr(dist, name, original)
+        for place, name, original in self.originals:
+            setattr(place, name, original)
 
 
 TABLES = {"rows": ("row_wise", 40), "copy": ("replicated", 6), "columns": ("column_wise", 12)}
@@ -176,9 +177,9 @@ def test_collectives_of_two_copies(counts, dtype):
             ("all_to_all_single", 2 * 4 * 8),
         ]
         assert lookup == [
-            ("all_gather_into_tensor", 10 * 16 * 4),
+            ("all_gather_single", 10 * 16 * 4),
             ("all_to_all_single", num_rows * 8),
-            ("all_gather_into_tensor", 6 * 8 * 4),
+            ("all_gather_single", 6 * 8 * 4),
             ("all_to_all_single", num_columns * 8),
             ("all_to_all_single", num_rows * bytes_per_row(16, dtype)),
             ("all_to_all_single", num_columns * bytes_per_row(8, dtype)),

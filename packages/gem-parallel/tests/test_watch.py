@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from gem_parallel import ParallelDims, ParallelPlan, parallelize
@@ -110,7 +111,7 @@ TIMEOUT_S, LATE = 1.0, 3
 
 
 def rank_lags(rank, world_size, folder):
-    """dp_replicate 2 x dp_shard 2: rank 3 lags in a step, then ends before the others, then dies."""
+    """dp_replicate 2 x dp_shard 2: rank 3 lags twice, then ends before the others, then dies."""
     mesh = ParallelDims.for_world(world_size, dp_replicate=2).build_mesh("cpu")
     net = parallelize(Slow(), ParallelPlan(shard_units=("first", "second")), mesh)
     reports = []
@@ -126,6 +127,14 @@ def rank_lags(rank, world_size, folder):
         with watch.step("lags"):
             step()
         lag = [(report.missing, report.text, at - started) for report, at in reports]
+    reports.clear()
+    control = dist.new_group(backend="gloo")
+    counted = torch.ones(1)
+    watch = RankWatch(TIMEOUT_S, mesh=mesh, groups={"control": control}, on_hang=reports.append)
+    with watch, watch.step("lags elsewhere"):
+        time.sleep(3.0 if rank == LATE else 0.0)
+        dist.all_reduce(counted, group=control)
+    elsewhere = [report.missing for report in reports]
     reports.clear()
     net.sleep_s = 0.0
     with RankWatch(TIMEOUT_S, mesh=mesh, on_hang=lambda report: reports.append((report, 0.0))) as watch:
@@ -148,7 +157,7 @@ def rank_lags(rank, world_size, folder):
                 step()
     except RuntimeError as raised:
         error = str(raised)
-    torch.save((lag, ended, error), run / f"{rank}.pt")
+    torch.save((lag, elsewhere, ended, error), run / f"{rank}.pt")
     # The store is a file, so no rank needs to wait for another.
     os._exit(0)
 
@@ -160,7 +169,7 @@ def lagged(ranks):
 
 @pytest.mark.dist
 def test_a_late_rank_is_named_by_all_within_the_bound(lagged):
-    for lag, _, _ in lagged[:LATE]:
+    for lag, *_ in lagged[:LATE]:
         ((missing, text, seconds),) = lag
         assert [(each.rank, each.kind) for each in missing] == [(LATE, "late")]
         assert f"rank {LATE} (in 'lags' for " in text
@@ -170,8 +179,18 @@ def test_a_late_rank_is_named_by_all_within_the_bound(lagged):
 
 
 @pytest.mark.dist
+def test_a_rank_is_late_in_a_group_that_only_the_caller_knows(lagged):
+    for _, elsewhere, *_ in lagged[:LATE]:
+        ((late,),) = elsewhere
+        assert (late.rank, late.kind) == (LATE, "late")
+        assert (
+            f"has not come to collective 1 of control {list(range(4))}, in which {list(range(LATE))} wait" in late.text
+        )
+
+
+@pytest.mark.dist
 def test_a_rank_that_ends_before_the_others_is_named(lagged):
-    for _, ended, _ in lagged[:LATE]:
+    for *_, ended, _ in lagged[:LATE]:
         (missing,) = ended
         assert [(each.rank, each.kind) for each in missing] == [(LATE, "ended")]
 

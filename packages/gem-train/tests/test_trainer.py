@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from gem_train.checkpoint import Checkpointer
 from gem_train.config import TrainerConfig
 from gem_train.data import EventLog, EventSource, generate
-from gem_train.errors import CheckpointError, ConfigError, NonFiniteError
+from gem_train.errors import CheckpointError, NonFiniteError
 from gem_train.feed import Feed
 from gem_train.guard import GradientGuard
 from gem_train.metrics_log import read_metrics
 from gem_train.optimizer import build_adamw, optimizer_tensors
 from gem_train.run_log import RunLog
-from gem_train.schedule import LearningRateSchedule
 from gem_train.timing import PhaseTimer
 from gem_train.trainer import Trainer
 from gem_train.world import Agreement, World
@@ -501,6 +500,59 @@ def test_ids_leave_before_backward_and_rows_after_it(events: EventLog, tmp_path:
     assert_same(weights(trainer), weights(plain))
 
 
+def test_a_watch_stands_around_steps_and_not_around_pauses(events: EventLog, tmp_path: Path) -> None:
+    """Reading a batch, training on it and its record must end in time; evaluations and checkpoints may take long."""
+    seen: list[Any] = []
+
+    class Watch:
+        @contextlib.contextmanager
+        def step(self, label: str) -> Iterator[None]:
+            seen.append(label)
+            yield
+            seen.append("between")
+
+    @contextlib.contextmanager
+    def begin() -> Iterator[Watch]:
+        seen.append("begin")
+        yield Watch()
+        seen.append("end")
+
+    class Source(EventSource):
+        def __iter__(self) -> Iterator[Any]:
+            for batch in super().__iter__():
+                seen.append("read")
+                yield batch
+
+    source = Source(events, "train", global_batch_size=64, epochs=1)
+    config = dataclasses.replace(CONFIG, max_steps=3, eval_interval=2, checkpoint_interval=2)
+    trainer = make_trainer(events, config, train_source=source, watch=begin, checkpointer=Checkpointer(tmp_path))
+    for name in ("evaluate", "save", "_record"):
+        method = getattr(trainer, name)
+        setattr(trainer, name, lambda *a, name=name, method=method: (seen.append(name), method(*a))[1])
+    trainer.config = dataclasses.replace(config, log_interval=3)
+    trainer.run()
+    assert seen == [
+        "begin",
+        "step 1", "read", "read", "between",
+        "step 2", "read", "between", "evaluate", "save",
+        "step 3", "_record", "between",
+        "step 4", "between", "save", "evaluate", "evaluate", "end",
+    ]  # fmt: skip
+
+
+def test_ranks_that_count_other_steps_are_refused(events: EventLog) -> None:
+    class Others(World):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, 7]
+
+    trainer = make_trainer(events, world=Others())
+    with pytest.raises(
+        ValueError, match=r"`total_steps` must be equal on all ranks, got \[\d+, 7\]; give the smallest"
+    ):
+        trainer.run()
+    assert trainer.step == 0
+
+
 def test_feed_of_an_empty_source_ends_at_once() -> None:
     feed = Feed(Uneven([]), embeddings=ToyTables({}, {}), world=World(), timer=PhaseTimer(torch.device("cpu")))
     assert feed.next() is None
@@ -535,27 +587,3 @@ def test_weight_decay_spares_biases() -> None:
     optimizer.step()
     torch.testing.assert_close(model.weight.detach(), 0.5 * weight)
     assert torch.equal(model.bias.detach(), bias)
-
-
-@pytest.mark.parametrize(
-    ("decay", "step", "expected"),
-    [
-        ("cosine", 0, 0.25), ("cosine", 3, 1.0), ("cosine", 4, 1.0), ("cosine", 54, 0.55), ("cosine", 104, 0.1),
-        ("cosine", 999, 0.1), ("linear", 54, 0.55), ("linear", 29, 0.775), ("constant", 104, 1.0),
-    ],
-)  # fmt: skip
-def test_schedule(decay: Any, step: int, expected: float) -> None:
-    schedule = LearningRateSchedule(warmup_steps=4, total_steps=104, decay=decay, final_ratio=0.1)
-    assert schedule(step) == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("learning_rate", 0.0), ("beta2", 1.0), ("decay", "steps"), ("log_interval", 0), ("max_steps", 0),
-        ("max_seconds", -1.0), ("keep_last", 0), ("final_learning_rate_ratio", 2.0), ("learning_rate", math.nan),
-    ],
-)  # fmt: skip
-def test_config_names_the_field(field: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"TrainerConfig: `{field}` must .*got"):
-        TrainerConfig(**{field: value})

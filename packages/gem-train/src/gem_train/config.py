@@ -39,6 +39,9 @@ class TrainerConfig:
     """Stop after this many steps; None trains to the end of the data."""
     max_seconds: float | None = None
     """Stop early after this many seconds; the schedule does not follow it, so that results differ by machine."""
+    step_timeout_s: float = 300.0
+    """Seconds that a step of several processes may take, reading and compiling included; a longer one ends the run and
+    names the ranks that the others wait for. Evaluations and checkpoints do not count; 0 sets no limit."""
     log_interval: int = 20
     """Steps between log records; the metrics of a record cover the steps since the last one."""
     eval_interval: int = 0
@@ -65,6 +68,7 @@ class TrainerConfig:
             ("final_learning_rate_ratio", 0 <= self.final_learning_rate_ratio <= 1, "lie in [0, 1]"),
             ("max_steps", self.max_steps is None or self.max_steps >= 1, "be >= 1, or none for all the data"),
             ("max_seconds", self.max_seconds is None or self.max_seconds > 0, "be > 0, or none for no limit"),
+            ("step_timeout_s", 0 <= self.step_timeout_s < float("inf"), "be finite and >= 0 (0 sets no limit)"),
             ("log_interval", self.log_interval >= 1, "be >= 1"),
             ("eval_interval", self.eval_interval >= 0, "be >= 0 (0 evaluates at the end only)"),
             ("checkpoint_interval", self.checkpoint_interval >= 0, "be >= 0 (0 saves at the end only)"),

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from gem_train.world import World
 
 __all__ = [
     "WorkerError",
+    "end_process",
     "is_worker",
     "join",
     "leave",
@@ -131,6 +132,19 @@ def report_worker_error(message: str) -> bool:
         return False
     Path(path).write_text(json.dumps({"time": time.time(), "message": message}), encoding="utf-8")
     return True
+
+
+def end_process(message: str, exit_code: int) -> NoReturn:
+    """Ends this process at once, from any thread: a main thread that waits in a collective cannot be interrupted.
+
+    Args:
+        message: What the user should read; the launcher shows it, or without one this process.
+        exit_code: Not 0, so that a launcher ends the other processes too.
+    """
+    if not report_worker_error(message):
+        sys.stderr.write(f"gem: error: {message}\n")
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def run_workers(command: Sequence[str], num_processes: int) -> WorkerError | None:

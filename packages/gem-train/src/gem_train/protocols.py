@@ -5,6 +5,7 @@ methods. That keeps gem-train free of any import of gem-model, gem-precision or 
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, Self, runtime_checkable
 
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ __all__ = [
     "ModuleFlops",
     "Pending",
     "SequenceView",
+    "StepWatch",
     "TrainableModel",
 ]
 
@@ -122,6 +124,13 @@ class EmbeddingModule(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
         """Take back what ``state_dict`` gave."""
+
+
+class StepWatch(Protocol):
+    """Ends a run whose step does not end, such as a ``gem_parallel.watch.RankWatch``."""
+
+    def step(self, label: str) -> AbstractContextManager[None]:
+        """What the calling thread does inside must end in time; ``label`` is what the other ranks read of it."""
 
 
 class Loss(Protocol):

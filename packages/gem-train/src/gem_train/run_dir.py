@@ -19,6 +19,7 @@ CHANGEABLE = frozenset(
     {
         "trainer.max_steps",
         "trainer.max_seconds",
+        "trainer.step_timeout_s",
         "trainer.log_interval",
         "trainer.eval_interval",
         "trainer.checkpoint_interval",

@@ -4,6 +4,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from gem_train.feed import Feed, Staged
 from gem_train.mfu import account
 from gem_train.optimizer import build_adamw, optimizer_tensors
 from gem_train.progress import Progress, SilentProgress
-from gem_train.protocols import BatchSource, EmbeddingModule
+from gem_train.protocols import BatchSource, EmbeddingModule, StepWatch
 from gem_train.run_log import RunLog
 from gem_train.schedule import LearningRateSchedule
 from gem_train.step import ClipGradients, TrainStep
@@ -45,6 +46,13 @@ class TrainResult(NamedTuple):
     """Split -> scores at the end; empty after an interruption."""
 
 
+class _NoWatch:
+    """Lets a step take any time."""
+
+    def step(self, label: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
 class Trainer:
     """Trains a dense model and sparse tables on one source."""
 
@@ -66,6 +74,7 @@ class Trainer:
         should_stop: Callable[[], bool] = lambda: False,
         device_name: str = "cpu",
         balancer: SampleBalancer | None = None,
+        watch: Callable[[], AbstractContextManager[StepWatch]] | None = None,
     ) -> None:
         """Binds the parts of a run; nothing is read or written yet.
 
@@ -75,7 +84,8 @@ class Trainer:
             embeddings: The sparse tables.
             sparse_learning_rate: Peak step size of the tables; it follows the dense schedule.
             train_source: This rank's training batches.
-            total_steps: Steps from the beginning to the end of the data; `config.max_steps` may cut them.
+            total_steps: Steps from the beginning to the end of the data, equal on all ranks; `config.max_steps` may cut
+                them.
             tasks: Names of the model's tasks; the NE of the first one selects the best weights.
             eval_sources: Split ("validation", "test") -> function that makes a source at its beginning.
             world: The ranks; one process on the CPU if not given.
@@ -85,6 +95,7 @@ class Trainer:
             should_stop: Asked before each step on every rank; true ends the run after a checkpoint.
             device_name: Name of the device, for the MFU.
             balancer: Spreads the samples of each step over the ranks, and says how even they are; None reports nothing.
+            watch: Begins what ends the run when a step does not end, on all ranks; None lets a step take any time.
 
         Raises:
             ValueError: if an argument and the configuration do not fit together.
@@ -118,6 +129,7 @@ class Trainer:
         self._should_stop = should_stop
         self._device_name = device_name
         self._balancer = balancer
+        self._watch = watch or (lambda: nullcontext(_NoWatch()))
         self._timer = PhaseTimer(self._world.device)
         self._recorded_step = 0
         self._rates: list[float] = []
@@ -146,10 +158,19 @@ class Trainer:
             Where the run ended and its final scores.
 
         Raises:
+            ValueError: if the ranks were given different `total_steps`.
             NonFiniteError: if the loss or a gradient is not finite; nothing is saved from then on.
         """
+        steps = self._world.gather(self.total_steps)
+        if len(set(steps)) > 1:
+            raise ValueError(
+                f"Trainer: `total_steps` must be equal on all ranks, got {steps}; give the smallest to all"
+            )
         self._log = log
-        began = time.monotonic()
+        with self._watch() as watch:
+            return self._run(watch, time.monotonic())
+
+    def _run(self, watch: StepWatch, began: float) -> TrainResult:
         limit = self.config.max_seconds
         self._recorded_step = self.step
 
@@ -168,8 +189,8 @@ class Trainer:
         self.model.train()
         try:
             self._timer.sample(on=True)
-            while (staged := feed.next()) is not None:
-                self._one_step(staged, feed)
+            while self._one_step(feed, watch):
+                self._pause()
         finally:
             feed.close()
         reason = "finished"
@@ -177,7 +198,8 @@ class Trainer:
             reason = "interrupted" if any(self._world.gather(self._should_stop())) else "max_seconds"
         if feed.dropped:
             self._progress.say(
-                f"the ranks' data ended unevenly; {feed.dropped} samples of the longer ones were not used"
+                f"the ranks' data ended unevenly, so that all ranks end after step {self.step}; {feed.dropped} samples "
+                "that others had already read were not used"
             )
         return self._finish(reason, began)
 
@@ -265,7 +287,15 @@ class Trainer:
         self.embeddings.load_state_dict(_strip(tensors, "embeddings."))
         self.step, self.samples = int(state["step"]), int(state["samples"])
 
-    def _one_step(self, staged: Staged, feed: Feed) -> None:
+    def _one_step(self, feed: Feed, watch: StepWatch) -> bool:
+        """All of a step that must end in time; false if there is no batch for it."""
+        with watch.step(f"step {self.step + 1}"):
+            staged = feed.next()
+            if staged is not None:
+                self._train(staged, feed)
+        return staged is not None
+
+    def _train(self, staged: Staged, feed: Feed) -> None:
         self._window.add_flops(self.model.flops(staged.host_batch))  # type: ignore[operator]
         following = self.step + 1
         balance: dict[str, Any] | None = None
@@ -279,15 +309,17 @@ class Trainer:
         self.samples += staged.num_samples
         self._source_state = staged.source_state
         self._window.add(result, staged.batch.labels, staged.num_samples)
-        interval = self.config.log_interval
-        if self.step % interval == 0:
+        if self.step % self.config.log_interval == 0:
             self._record(balance)
         self._progress.step(self.step)
+
+    def _pause(self) -> None:
+        """What is due between two steps, and may take long."""
         if _due(self.step, self.config.eval_interval) and self.step < self.total_steps:
             self._validate()
         if _due(self.step, self.config.checkpoint_interval):
             self.save()
-        self._timer.sample(on=(self.step + 1) % interval == 0)
+        self._timer.sample(on=(self.step + 1) % self.config.log_interval == 0)
 
     def _validate(self) -> Evaluation | None:
         """Scores the validation split; a new best is saved at once."""

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -128,6 +128,8 @@ class RankWatch:
         timeout_s: Seconds that a step may take; above the longest one, compilation and checkpoints included. The report
             comes at most min(timeout_s, 20 s) + 2 s later.
         mesh: Whose groups are compared; None compares the default group only.
+        groups: More groups to compare, by names that are equal on their ranks, such as those of
+            ``ShardedEmbeddings.process_groups``; a collective in a group that is not compared makes nobody late.
         on_hang: Called once, on the thread; default: print the report and the main thread's stack to stderr and end
             the process with ``HANG_EXIT_CODE``, as nothing can interrupt a collective that waits.
 
@@ -143,6 +145,7 @@ class RankWatch:
         timeout_s: float,
         *,
         mesh: ParallelMesh | None = None,
+        groups: Mapping[str, dist.ProcessGroup] | None = None,
         on_hang: Callable[[HangReport], None] | None = None,
     ) -> None:
         if not (timeout_s > 0 and math.isfinite(timeout_s)):
@@ -159,7 +162,7 @@ class RankWatch:
             # A connection of its own: the main thread may hold the other one while it waits.
             store: Any = _get_default_store()
             self._store = PrefixStore(f"gem_parallel/watch/{next(_generation)}", store.clone())
-            self._groups = _groups_of(mesh)
+            self._groups = _groups_of(mesh, groups or {})
         self._lock = threading.Lock()
         self._now = RankState(rank=self._rank, beat=0, state="between", label="", seconds=0.0, collectives={})
         self._since = time.monotonic()
@@ -255,37 +258,43 @@ class RankWatch:
             self._on_hang(HangReport(rank=self._rank, label=label, seconds=seconds, missing=missing, text=text))
 
     def _missing(self) -> tuple[MissingRank, ...]:
-        first = self._read()
+        first = self._read(range(self._size))
         until = time.monotonic() + max(3 * self._interval_s, _LEAST_LOOK_S)
-        while time.monotonic() < until:
+        last: dict[int, RankState] = {}
+        untold = list(range(self._size))
+        # Until every rank has given a sign of life, so that all counts are new: only a silent one takes the whole time.
+        while untold and time.monotonic() < until:
             time.sleep(self._interval_s / 2)
             # Read by the main thread after an error, this rank's own thread still tells; by the thread, it tells here.
             self._tell()
-        last = self._read()
-        silent = [
-            rank
-            for rank in range(self._size)
-            if rank not in last
-            or (last[rank].state in ("step", "between") and rank in first and first[rank].beat == last[rank].beat)
-        ]
-        return find_missing([last[rank] for rank in sorted(last)], silent)
+            last.update(self._read(untold))
+            untold = [rank for rank in untold if not _told_since(first.get(rank), last.get(rank))]
+        return find_missing([last[rank] for rank in sorted(last)], untold)
 
-    def _read(self) -> dict[int, RankState]:
-        known = [rank for rank in range(self._size) if self._store.check([str(rank)])]
+    def _read(self, ranks: Iterable[int]) -> dict[int, RankState]:
+        known = [rank for rank in ranks if self._store.check([str(rank)])]
         return {rank: RankState(**json.loads(self._store.get(str(rank)))) for rank in known}
 
 
-def _groups_of(mesh: ParallelMesh | None) -> dict[str, dist.ProcessGroup]:
+def _told_since(first: RankState | None, last: RankState | None) -> bool:
+    """A sign of life came between two looks, or none is to come."""
+    if last is None or last.state in ("failed", "ended"):
+        return last is not None
+    return first is None or last.beat > first.beat
+
+
+def _groups_of(mesh: ParallelMesh | None, more: Mapping[str, dist.ProcessGroup]) -> dict[str, dist.ProcessGroup]:
     """Groups of more than one rank, named by axis and ranks; one that two axes share by its first name."""
     assert dist.group.WORLD is not None
     groups = [("all ranks", dist.group.WORLD)]
     for axes in () if mesh is None else (mesh.dense, mesh.shared, mesh.sparse):
         groups += [(name, axes.get_group(name)) for name in axes.mesh_dim_names or ()]
+    groups += list(more.items())
     found: dict[str, dist.ProcessGroup] = {}
     seen: set[int] = set()
     for name, group in groups:
         ranks = dist.get_process_group_ranks(group)
-        if len(ranks) > 1 and id(group) not in seen:
+        if len(ranks) > 1 and id(group) not in seen and _counts(group):
             seen.add(id(group))
             found[f"{name} {ranks}" if name != "all ranks" else name] = group
     return found
@@ -293,6 +302,15 @@ def _groups_of(mesh: ParallelMesh | None) -> dict[str, dist.ProcessGroup]:
 
 def _started(group: Any) -> int:
     return int(group._get_sequence_number_for_group())
+
+
+def _counts(group: Any) -> bool:
+    """Not every backend counts its collectives; ranks that are gone are still named then."""
+    try:
+        _started(group)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _said(missing: Sequence[MissingRank]) -> str:

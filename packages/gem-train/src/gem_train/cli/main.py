@@ -29,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; those of the process if not given.
 
     Returns:
-        The exit code: 0 done, 1 the run failed, 2 something to correct, 130 interrupted.
+        The exit code: 0 done, 1 the run failed, 2 something to correct, 124 a step did not end, 130
+        interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(arguments)

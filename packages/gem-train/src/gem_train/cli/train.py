@@ -112,6 +112,7 @@ def _train(
             should_stop=lambda: bool(stopped),
             device_name=_device_name(world.device),
             balancer=parts.balancer,
+            watch=parts.watch,
         )
         if first is not None:
             trainer.resume(first)

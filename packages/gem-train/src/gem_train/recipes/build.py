@@ -1,5 +1,8 @@
 """From settings to the parts of a trainer: mesh, tables, model, sources."""
 
+import sys
+import threading
+import traceback
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -9,10 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gem_model import RankingModel, random_batch
 from gem_parallel import FeatureConfig, LengthCost, ParallelDims, ShardedEmbeddings, TableConfig, clip_grad_norm_
+from gem_parallel.mesh import ParallelMesh
+from gem_parallel.watch import HANG_EXIT_CODE, HangReport, RankWatch
 from gem_train import rng
 from gem_train.balance import SampleBalancer
 from gem_train.data import EventLog, EventSource
 from gem_train.data.log import Split
+from gem_train.launch import end_process
 from gem_train.recipes.parallel import spread
 from gem_train.recipes.recipe import RunConfig
 from gem_train.step import ClipGradients
@@ -40,6 +46,8 @@ class Parts(NamedTuple):
     """The axes over the ranks."""
     balancer: SampleBalancer | None
     """Spreads the samples of a step over the ranks; None with one."""
+    watch: Callable[[], RankWatch] | None
+    """Begins what ends a run whose step does not end; None with one rank or without a limit."""
     num_parameters: dict[str, int]
     """Of the whole "dense" model and of all "sparse" tables, whatever a rank holds."""
 
@@ -87,6 +95,7 @@ def build(config: RunConfig, log: EventLog, world: World, *, precision: str = "f
         clip,
         dims,
         build_balancer(config, log, world) if world.size > 1 else None,
+        build_watch(config, world, mesh, embeddings) if mesh is not None else None,
         num_parameters,
     )
 
@@ -118,6 +127,34 @@ def build_balancer(config: RunConfig, log: EventLog, world: World) -> SampleBala
     """
     multi_valued = [feature.name for feature in log.features if feature.multi_valued]
     return SampleBalancer(_cost(config), world, mode=config.data.balance, multi_valued=multi_valued)
+
+
+def build_watch(
+    config: RunConfig, world: World, mesh: ParallelMesh, embeddings: ShardedEmbeddings
+) -> Callable[[], RankWatch] | None:
+    """What names the ranks that keep a step from ending, and ends the run; None if the settings set no limit.
+
+    Args:
+        config: The settings.
+        world: The ranks, more than one.
+        mesh: Their axes.
+        embeddings: The tables of this rank.
+    """
+    limit = config.trainer.step_timeout_s
+    if limit == 0:
+        return None
+    assert world.control is not None
+    groups = {"control": world.control, **embeddings.process_groups}
+    return lambda: RankWatch(limit, mesh=mesh, groups=groups, on_hang=_end_run)
+
+
+def _end_run(report: HangReport) -> None:
+    """Ends this rank with one line, or, where no rank is to blame, with what its main thread does."""
+    message = f"{report.text}; the limit is trainer.step_timeout_s"
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if not report.missing and frame is not None:
+        message += f"\nstack of the main thread of rank {report.rank}:\n{''.join(traceback.format_stack(frame))}"
+    end_process(message, HANG_EXIT_CODE)
 
 
 def _cost(config: RunConfig) -> LengthCost:

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Collectives", "DefaultCollectives", "Waitable"]
+__all__ = ["Collectives", "DefaultCollectives", "Waitable", "all_gather_single", "reduce_scatter_single"]
 
 # torch 2.13 renamed the two functions and warns on the names that 2.11 has.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Waitable(Protocol):
@@ -87,7 +87,7 @@ class DefaultCollectives(Collectives):
         self, output: Tensor, tensor: Tensor, group: dist.ProcessGroup, *, async_op: bool = False
     ) -> Waitable | None:
         """See ``Collectives``."""
-        return _all_gather(output, tensor, group=group, async_op=async_op)
+        return all_gather_single(output, tensor, group=group, async_op=async_op)
 
     def reduce_scatter(
         self,
@@ -99,4 +99,4 @@ class DefaultCollectives(Collectives):
         async_op: bool = False,
     ) -> Waitable | None:
         """See ``Collectives``."""
-        return _reduce_scatter(output, tensor, op=op, group=group, async_op=async_op)
+        return reduce_scatter_single(output, tensor, op=op, group=group, async_op=async_op)

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from gem_parallel._src.collectives.base import all_gather_single
 from gem_parallel._src.embeddings.link import Link
 
 __all__ = ["Grid", "check_agreement", "make_grid"]
@@ -114,7 +114,7 @@ def check_agreement(mesh: DeviceMesh, device: torch.device, settings: object) ->
     for axis in reversed(range(mesh.ndim)):
         group = mesh.get_group(axis)
         whole = found.new_empty(group.size() * found.numel())
-        dist.all_gather_into_tensor(whole, found, group=group)
+        all_gather_single(whole, found, group=group)
         found = whole
     values, ranks = found.tolist(), mesh.mesh.flatten().tolist()
     others = [rank for rank, value in zip(ranks, values, strict=True) if value != values[0]]

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from gem_parallel._src.collectives.base import all_gather_single
+
 __all__ = ["REPORT_S", "Link", "Transfer"]
 
 REPORT_S = 15.0
@@ -71,7 +73,7 @@ class Link:
 
     def all_gather(self, received: Tensor, sent: Tensor, *, what: str) -> Transfer:
         """Start an all-gather along the first dim."""
-        return self._start(dist.all_gather_into_tensor, what, received, sent)
+        return self._start(all_gather_single, what, received, sent)
 
     def all_reduce(self, tensor: Tensor, *, what: str) -> Transfer:
         """Start adding a tensor over the ranks, in place."""

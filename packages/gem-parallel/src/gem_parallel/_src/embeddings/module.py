@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -366,6 +367,14 @@ class ShardedEmbeddings(nn.Module):
             (feature.table, feature.name): count
             for feature, count in zip(self.features, self._out_of_range, strict=True)
         }
+
+    @property
+    def process_groups(self) -> dict[str, dist.ProcessGroup]:
+        """The groups of ranks that transfers run in, named for a ``RankWatch``; none in one process."""
+        if self._grid is None:
+            return {}
+        links = {"tables": self._grid.everyone, "shards": self._grid.shards, "copies": self._grid.copies}
+        return {name: link.process_group for name, link in links.items() if link is not None}
 
     def last_update_norm(self) -> dict[str, float]:
         """2-norm of what the last training batch's update did to each table, by name; 0 where nothing moved.

@@ -1,0 +1,113 @@
+"""Two processes of `gem train` that do not go on alike: one has less data, one does not come to the end of a step."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from gem_train.data import EventSource, generate
+from gem_train.launch import WorkerError, run_workers
+from gem_train.metrics_log import read_metrics
+
+BATCH, STEPS, LATE_STEP, LIMIT_S = 32, 3, 3, 2.0
+
+# Both runs in the same two processes, which take longer to start than to train.
+WORKER = f"""
+import json, os, sys, time
+from pathlib import Path
+
+folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+if rank == 0:
+    said = os.open(folder / "said.txt", os.O_CREAT | os.O_WRONLY)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+
+from gem_model import RankingModel
+from gem_train.cli.main import main
+from gem_train.data import EventSource
+
+def train(name, *settings):
+    os.environ["GEM_RENDEZVOUS_FILE"] = str(folder / f"rendezvous-{{name}}")
+    sets = ["data.global_batch_size={BATCH}", "data.max_history=8", "data.prefetch_batches=0",
+            "data.eval_batch_size=4096", "trainer.log_interval=1", *settings]
+    flags = [flag for text in sets for flag in ("--set", text)]
+    return main(["train", "synthetic", "--device", "cpu", "--out", str(folder / name), *flags])
+
+read = EventSource.__iter__
+
+def shorter(source):
+    for number, batch in enumerate(read(source)):
+        if rank == 1 and source.split == "train" and number == {STEPS}:
+            return
+        yield batch
+
+EventSource.__iter__ = shorter
+code = train("uneven")
+(folder / f"uneven-{{rank}}.json").write_text(json.dumps([code, time.time()]))
+EventSource.__iter__ = read
+
+forward, calls = RankingModel.forward, 0
+
+def lags(model, *arguments):
+    global calls
+    calls += model.training
+    if rank == 1 and model.training and calls == {LATE_STEP}:
+        (folder / "lags-since").write_text(str(time.time()))
+        time.sleep(120)
+    return forward(model, *arguments)
+
+RankingModel.forward = lags
+sys.exit(train("late", "trainer.step_timeout_s={LIMIT_S}"))
+"""
+
+
+class Outcome(NamedTuple):
+    folder: Path
+    error: WorkerError | None
+    ended: float
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    folder = tmp_path_factory.mktemp("ranks")
+    script = folder / "worker.py"
+    script.write_text(WORKER)
+    return Outcome(folder, run_workers([sys.executable, str(script), str(folder)], 2), time.time())
+
+
+@pytest.mark.dist
+def test_all_ranks_end_when_the_data_of_one_does(outcome: Outcome) -> None:
+    ends = [json.loads((outcome.folder / f"uneven-{rank}.json").read_text()) for rank in range(2)]
+    assert [code for code, _ in ends] == [0, 0]
+    assert abs(ends[0][1] - ends[1][1]) < 10
+    assert EventSource(generate(), "train", global_batch_size=BATCH).num_batches > STEPS + 1
+    records = read_metrics(outcome.folder / "uneven")
+    assert [r["step"] for r in records if r["phase"] == "train"] == list(range(1, STEPS + 1))
+    (end,) = [r for r in records if r["phase"] == "end"]
+    assert (end["step"], end["samples"], end["reason"]) == (STEPS, STEPS * BATCH, "finished")
+    said = (outcome.folder / "said.txt").read_text()
+    assert "all_gather_into_tensor" not in said  # torch 2.13 warns of the name
+    assert (
+        f"the ranks' data ended unevenly, so that all ranks end after step {STEPS}; {BATCH // 2} samples that others "
+        "had already read were not used"
+    ) in said
+
+
+@pytest.mark.dist
+def test_a_step_that_does_not_end_ends_the_run_and_names_the_late_rank(outcome: Outcome) -> None:
+    assert outcome.error is not None
+    assert outcome.error.exit_code == 124
+    message = outcome.error.message
+    assert message.count("\n") == 0, message
+    assert f"'step {LATE_STEP}' takes longer than {LIMIT_S:g} s on rank {outcome.error.rank}; rank 1 (in " in message
+    assert "has not come to collective" in message
+    assert message.endswith("in which [0] wait; the limit is trainer.step_timeout_s")
+    # The watch's own bound, the launcher's grace, and room for a busy machine.
+    assert outcome.ended - float((outcome.folder / "lags-since").read_text()) < 2 * LIMIT_S + 2 + 3 + 5
+    records = read_metrics(outcome.folder / "late")
+    assert [r["step"] for r in records if r["phase"] == "train"] == list(range(1, LATE_STEP))
