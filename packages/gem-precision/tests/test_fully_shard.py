@@ -29,6 +29,8 @@ def test_sharded_layers_equal_one_process_bit_by_bit(recipe: str, world_size: in
     ]
     outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * world_size, "\n".join(outputs)
+    # fully_shard warns of outputs that are views from torch 2.13 on.
+    assert not any("returned a view" in output for output in outputs)
 
     model = convert(build(), get_recipe(recipe))
     y = model(batch())

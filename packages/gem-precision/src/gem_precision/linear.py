@@ -103,7 +103,8 @@ class MXFP8Linear(nn.Linear):
         with torch.autocast(device_type, enabled=False):
             out = _MXFP8Matmul.apply(x.reshape(-1, self.in_features), weight, bias, self.recipe)
         assert isinstance(out, Tensor)
-        return out.view(*x.shape[:-1], self.out_features)
+        # A view of the same shape would do nothing, and fully_shard warns of modules that return views.
+        return out if x.ndim == 2 else out.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}, backend={self.recipe.resolved_backend}"
