@@ -148,6 +148,18 @@ def test_bf16_rounds_operands_and_keeps_dtypes(kind: Kind) -> None:
 
 
 @all_kinds
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize("operand", ["q", "k", "v"])
+def test_bf16_refuses_what_a_cast_would_cut(kind: Kind, dtype: torch.dtype, operand: str) -> None:
+    x = attention_inputs((5, 3), num_heads=2, head_dim=16)
+    tensors = {name: getattr(x, name) for name in "qkv"}
+    tensors[operand] = tensors[operand].to(dtype)
+    for recipe in (BF16Recipe(), BF16Recipe(activations="bfloat16")):
+        with pytest.raises(TypeError, match=rf"BF16 attention: `{operand}` must be float32, .* got {dtype}; cast it"):
+            convert(kind.module(), recipe)(*tensors.values(), **kind.batch(x))
+
+
+@all_kinds
 def test_bf16_may_keep_its_result_in_bf16(kind: Kind) -> None:
     x = attention_inputs((33, 40, 0, 70), num_heads=2, head_dim=32)
     expected, _ = run(convert(kind.module(), BF16Recipe()), kind, x)
@@ -182,8 +194,9 @@ def test_int32_offsets_and_a_loose_max_seqlen(kind: Kind) -> None:
 # torch's own tracer makes an instance of every autograd Function and warns about it.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @all_kinds
-def test_full_graph_compile(kind: Kind) -> None:
-    module = convert(kind.module(), MXFP8Recipe())
+@pytest.mark.parametrize("recipe", [MXFP8Recipe(), BF16Recipe()], ids=lambda recipe: recipe.name)
+def test_full_graph_compile(kind: Kind, recipe: MXFP8Recipe | BF16Recipe) -> None:
+    module = convert(kind.module(), recipe)
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
     for lengths in ((33, 40, 5), (64, 3, 30)):
         x = attention_inputs(lengths, num_heads=2, head_dim=16)

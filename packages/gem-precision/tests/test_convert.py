@@ -155,6 +155,19 @@ def test_filter_sees_layer_and_name() -> None:
     assert type(model.window) is JaggedAttention
 
 
+def test_any_callable_of_two_arguments_is_a_filter_and_its_own_errors_stay() -> None:
+    class Named:
+        def __call__(self, *arguments: object) -> bool:
+            return arguments[1] == "embed"
+
+    for keep in (Named(), lambda layer, fqn, wanted="embed": fqn == wanted):
+        model = convert(tower(), MXFP8Recipe(), filter=keep)
+        assert [name for name, layer in model.named_modules() if isinstance(layer, MXFP8Linear)] == ["embed"]
+
+    with pytest.raises(TypeError, match=r"^can only concatenate"):
+        convert(tower(), MXFP8Recipe(), filter=lambda layer, fqn: fqn + 1)
+
+
 def test_min_features() -> None:
     model = convert(tower(), MXFP8Recipe(min_features=1))
     assert type(model.head[2]) is MXFP8Linear
@@ -223,9 +236,18 @@ def test_nothing_matched_is_an_error(module: nn.Module, arguments: dict, words: 
     [
         ((torch.randn(2), MXFP8Recipe()), "`module` must be an nn.Module, got Tensor"),
         ((nn.Linear(64, 64), "mxfp8"), r"`recipe` must be a recipe, got str; get_recipe\(name\)"),
-        ((nn.Linear(64, 64), MXFP8Recipe(), "head"), "`filter` must be a callable .* got str"),
+        ((nn.Linear(64, 64), MXFP8Recipe(), "head"), r"`filter` must be a callable filter\(layer, fqn\) .* got str"),
+        (
+            (nn.Linear(64, 64), MXFP8Recipe(), lambda layer: True),
+            r"`filter` must take two arguments, filter\(layer, fqn\) -> bool, got .* \(layer\); write lambda layer",
+        ),
+        (
+            (nn.Linear(64, 64), MXFP8Recipe(), lambda layer, fqn, depth: True),
+            r"filter\(layer, fqn\).*\(layer, fqn, depth\)",
+        ),
+        ((nn.Linear(64, 64), MXFP8Recipe(), lambda layer, *, fqn: True), r"filter\(layer, fqn\).*\(layer, \*, fqn\)"),
     ],
-    ids=["module", "recipe", "filter"],
+    ids=["module", "recipe", "filter", "filter-of-the-layer", "filter-of-three", "filter-by-keyword"],
 )
 def test_wrong_types(arguments: tuple, words: str) -> None:
     with pytest.raises(TypeError, match=words):

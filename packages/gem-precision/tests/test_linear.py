@@ -5,7 +5,8 @@ import torch
 from precision_measures import MXFP8, sqnr_db, stored
 from torch import Tensor, nn
 
-from gem_precision import BF16Linear, BF16Recipe, MXFP8Linear, MXFP8Recipe, ScaleMode
+from gem_precision import BF16Linear, BF16Recipe, MXFP8Linear, MXFP8Recipe, ScaleMode, convert
+from gem_precision.linear import HighPrecisionLinear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +182,7 @@ def test_autocast_multiplies_in_its_dtype() -> None:
 
 # torch's own tracer makes an instance of every autograd Function and warns about it.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("kind", [MXFP8Linear, BF16Linear], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [MXFP8Linear, BF16Linear, HighPrecisionLinear], ids=lambda kind: kind.__name__)
 def test_full_graph_compile_with_any_number_of_rows(kind: type[nn.Linear]) -> None:
     torch.manual_seed(0)
     layer = kind(48, 40)
@@ -241,6 +242,31 @@ def _like(layer: BF16Linear) -> BF16Linear:
 def test_errors(x: Tensor, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         MXFP8Linear(64, 32)(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize("activations", ["input", "bfloat16"])
+def test_bf16_refuses_what_a_cast_would_cut(activations: str, dtype: torch.dtype) -> None:
+    layers = nn.Sequential(nn.Linear(64, 32), nn.Linear(64, 8))
+    convert(layers, BF16Recipe(activations=activations))
+    x = torch.ones(3, 64, dtype=dtype)
+    with pytest.raises(TypeError, match=rf"BF16Linear: `input` and .* must be float32, .* got {dtype} and a weight in"):
+        layers[0](x)
+    if activations == "bfloat16":
+        assert type(layers[1]) is HighPrecisionLinear
+        with pytest.raises(TypeError, match=rf"HighPrecisionLinear: `input` must be float32, .* got {dtype}"):
+            layers[1](x)
+    layers[0].weight = nn.Parameter(layers[0].weight.detach().to(dtype), requires_grad=False)
+    with pytest.raises(TypeError, match=f"got torch[.]float32 and a weight in {dtype}"):
+        layers[0](torch.ones(3, 64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_bf16_takes_the_dtypes_it_names(dtype: torch.dtype) -> None:
+    layers = convert(nn.Sequential(nn.Linear(64, 32), nn.Linear(64, 8)), BF16Recipe(activations="bfloat16"))
+    x = torch.randn(3, 64).to(dtype)
+    assert BF16Linear(64, 32)(x).dtype == dtype
+    assert (layers[0](x).dtype, layers[1](x).dtype) == (torch.bfloat16, torch.float32)
 
 
 @pytest.mark.gpu

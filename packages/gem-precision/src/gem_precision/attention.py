@@ -44,14 +44,19 @@ _ALONG_TOKENS = (32, 1)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _check_operand(name: str, x: Tensor) -> None:
-    """Raise on what the casts cannot read; the op itself checks everything else before it computes."""
-    if x.dim() != 3:
-        raise ValueError(f"MXFP8 attention: `{name}` must have shape (T, H, D), got {tuple(x.shape)}.")
+def _check_dtype(recipe: str, name: str, x: Tensor) -> None:
+    """Raise on a dtype of which a cast would lose more than precision."""
     if x.dtype not in _DTYPES:
         raise TypeError(
-            f"MXFP8 attention: `{name}` must be float32, bfloat16 or float16, got {x.dtype}; cast it first."
+            f"{recipe} attention: `{name}` must be float32, bfloat16 or float16, got {x.dtype}; cast it first."
         )
+
+
+def _check_operand(name: str, x: Tensor) -> None:
+    """Raise on what the MXFP8 casts cannot read; the op itself checks everything else before it computes."""
+    if x.dim() != 3:
+        raise ValueError(f"MXFP8 attention: `{name}` must have shape (T, H, D), got {tuple(x.shape)}.")
+    _check_dtype("MXFP8", name, x)
 
 
 def _check_offsets(name: str, offsets: Tensor) -> None:
@@ -188,7 +193,13 @@ class _BF16Operands:
     recipe = BF16Recipe()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, **batch: Any) -> Tensor:
-        """The wrapped module's shapes; the result has the dtype of q, or bfloat16 if the recipe's activations have."""
+        """The wrapped module's shapes; the result has the dtype of q, or bfloat16 if the recipe's activations have.
+
+        Raises:
+            TypeError: if q, k or v is not float32, bfloat16 or float16.
+        """
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            _check_dtype("BF16", name, x)
         q_low, k_low, v_low = (x.to(torch.bfloat16) for x in (q, k, v))
         out: Tensor = super().forward(q_low, k_low, v_low, **batch)  # type: ignore[misc]
         return out if self.recipe.activations == "bfloat16" else out.to(q.dtype)

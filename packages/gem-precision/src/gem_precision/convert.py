@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 from torch import nn
@@ -10,6 +11,23 @@ from gem_precision._src import layers
 from gem_precision.recipe import BF16Recipe, FP32Recipe, MXFP8Recipe, Recipe
 
 __all__ = ["convert"]
+
+
+def _check_filter(keep: Callable[[nn.Module, str], bool], module: nn.Module) -> None:
+    """Raise on a filter that cannot be called as filter(layer, fqn); errors from within it stay its own."""
+    if not callable(keep):
+        raise TypeError(f"convert: `filter` must be a callable filter(layer, fqn) -> bool, got {type(keep).__name__}.")
+    try:
+        signature = inspect.signature(keep)
+    except (TypeError, ValueError):  # some builtins have none
+        return
+    try:
+        signature.bind(module, "")
+    except TypeError as error:
+        raise TypeError(
+            f"convert: `filter` must take two arguments, filter(layer, fqn) -> bool, got a callable with the "
+            f"parameters {signature}; write lambda layer, fqn: ... with the name of the layer second."
+        ) from error
 
 
 def convert(module: nn.Module, recipe: Recipe, *, filter: Callable[[nn.Module, str], bool] | None = None) -> nn.Module:
@@ -39,8 +57,8 @@ def convert(module: nn.Module, recipe: Recipe, *, filter: Callable[[nn.Module, s
         raise TypeError(
             f"convert: `recipe` must be a recipe, got {type(recipe).__name__}; get_recipe(name) makes one from a name."
         )
-    if filter is not None and not callable(filter):
-        raise TypeError(f"convert: `filter` must be a callable (layer, fqn) -> bool, got {type(filter).__name__}.")
+    if filter is not None:
+        _check_filter(filter, module)
     done = [
         fqn
         for fqn, layer in module.named_modules()

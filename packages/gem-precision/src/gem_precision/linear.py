@@ -138,7 +138,17 @@ class BF16Linear(nn.Linear):
         self.recipe = BF16Recipe() if recipe is None else recipe
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., K) -> (..., N) in the dtype of the input, or in bfloat16 if the recipe has activations in it."""
+        """(..., K) -> (..., N) in the dtype of the input, or in bfloat16 if the recipe has activations in it.
+
+        Raises:
+            TypeError: if the input or the weight is not float32, bfloat16 or float16: of others the cast loses more
+                than precision.
+        """
+        if input.dtype not in _DTYPES or self.weight.dtype not in _DTYPES:
+            raise TypeError(
+                "BF16Linear: `input` and the weight must be float32, bfloat16 or float16, "
+                f"got {input.dtype} and a weight in {self.weight.dtype}; cast them first."
+            )
         bias = None if self.bias is None else self.bias.to(torch.bfloat16)
         out = linear(input.to(torch.bfloat16), self.weight.to(torch.bfloat16), bias)
         return out if self.recipe.activations == "bfloat16" else out.to(input.dtype)
@@ -154,5 +164,13 @@ class HighPrecisionLinear(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., K) of any dtype -> (..., N) in the dtype of the weight."""
+        """(..., K) -> (..., N) in the dtype of the weight.
+
+        Raises:
+            TypeError: if the input is not float32, bfloat16 or float16.
+        """
+        if input.dtype not in _DTYPES:
+            raise TypeError(
+                f"HighPrecisionLinear: `input` must be float32, bfloat16 or float16, got {input.dtype}; cast it first."
+            )
         return super().forward(input.to(self.weight.dtype))
