@@ -53,3 +53,44 @@ def test_sparse_gradient_among_the_dense_is_refused():
 def test_no_gradient_is_zero():
     assert float(grad_norm([nn.Parameter(torch.ones(2))])) == 0.0
     assert float(clip_grad_norm_([], 1.0)) == 0.0
+
+
+@pytest.mark.parametrize(
+    "given",
+    [lambda param: param, lambda param: iter([param]), lambda param: (each for each in [param]), lambda param: {param}],
+    ids=["a tensor", "an iterator", "a generator", "a set"],
+)
+def test_a_tensor_or_any_iterable_as_in_torch(given):
+    ours, theirs = parameter([3.0, 4.0]), parameter([3.0, 4.0])
+    norm = clip_grad_norm_(given(ours), 1.0)
+    assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(theirs, 1.0))
+    assert torch.equal(ours.grad, theirs.grad)
+    assert float(grad_norm([], sparse_params=sparse_table())) == 5.0
+    matrix = nn.Parameter(torch.zeros(2, 2))
+    matrix.grad = torch.full((2, 2), 2.0)
+    assert float(grad_norm(matrix)) == 4.0
+
+
+REFUSED = {
+    "module": (lambda: grad_norm(nn.Linear(1, 1)), TypeError, "`params` must be .* got Linear; pass module.parameters"),
+    "Sequential": (lambda: clip_grad_norm_(nn.Sequential(nn.Linear(1, 1)), 1.0), TypeError, "got Sequential; pass"),
+    "sparse module": (lambda: grad_norm([], sparse_params=nn.Embedding(1, 1)), TypeError, "`sparse_params` must be"),
+    "pairs": (
+        lambda: grad_norm(nn.Linear(1, 1).named_parameters()),
+        TypeError,
+        "hold tensors, got tuple at position 0",
+    ),
+    "None": (lambda: grad_norm(None), TypeError, "got NoneType"),
+    "mesh": (lambda: grad_norm([], 2), TypeError, "grad_norm: `mesh` must be a ParallelMesh or None, got int; pass"),
+    "str": (lambda: clip_grad_norm_([], "1"), TypeError, "clip_grad_norm_: `max_norm` must be a number, got str '1'"),
+    "no bound": (lambda: clip_grad_norm_([], None), TypeError, "must be a number, got NoneType"),
+    "bool": (lambda: clip_grad_norm_([], True), TypeError, "must be a number, got bool"),
+    "zero": (lambda: clip_grad_norm_([], 0), ValueError, "`max_norm` must be above 0, got 0; inf"),
+    "NaN": (lambda: clip_grad_norm_([], float("nan")), ValueError, "must be above 0, got nan"),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "text"), REFUSED.values(), ids=REFUSED.keys())
+def test_refuses_other_kinds(call, error, text):
+    with pytest.raises(error, match=text):
+        call()

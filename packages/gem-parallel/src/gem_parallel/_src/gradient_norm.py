@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from gem_parallel._src.agree import check_mesh, check_number
 from gem_parallel._src.experts import is_expert_parameter
 from gem_parallel._src.mesh import ParallelMesh
 
@@ -35,12 +36,37 @@ class _Gradients:
         return [*self.pieces, *self.experts, *self.whole, *self.sparse_values]
 
 
+def _tensors(owner: str, argument: str, params: object) -> list[Tensor]:
+    """All of them, a generator's too; a single tensor is itself, not its rows."""
+    if isinstance(params, Tensor):
+        return [params]
+    if isinstance(params, nn.Module) or not isinstance(params, Iterable):
+        raise TypeError(
+            f"{owner}: `{argument}` must be a tensor or an iterable of tensors, got {type(params).__name__}; "
+            "pass module.parameters()"
+        )
+    found = list(params)
+    for index, param in enumerate(found):
+        if not isinstance(param, Tensor):
+            raise TypeError(
+                f"{owner}: `{argument}` must hold tensors, got {type(param).__name__} at position {index}; "
+                "pass module.parameters()"
+            )
+    return found
+
+
 def _collect(
-    owner: str, params: Iterable[Tensor], sparse_params: Iterable[Tensor] | None, mesh: ParallelMesh | None
+    owner: str,
+    params: Iterable[Tensor] | Tensor,
+    sparse_params: Iterable[Tensor] | Tensor | None,
+    mesh: ParallelMesh | None,
 ) -> _Gradients:
+    check_mesh(owner, mesh)
+    dense = _tensors(owner, "params", params)
+    sparse = [] if sparse_params is None else _tensors(owner, "sparse_params", sparse_params)
     found = _Gradients()
     seen: set[int] = set()
-    for index, param in enumerate(params):
+    for index, param in enumerate(dense):
         grad = param.grad
         if grad is None or id(param) in seen:
             continue
@@ -57,7 +83,7 @@ def _collect(
             found.experts.append(local)
         else:
             found.whole.append(local)
-    for index, param in enumerate(sparse_params or ()):
+    for index, param in enumerate(sparse):
         grad = param.grad
         if grad is None or id(param) in seen:
             continue
@@ -122,7 +148,10 @@ def _norm(found: _Gradients, mesh: ParallelMesh | None, with_sparse: bool) -> Te
 
 @torch.no_grad()
 def grad_norm(
-    params: Iterable[Tensor], mesh: ParallelMesh | None = None, *, sparse_params: Iterable[Tensor] | None = None
+    params: Iterable[Tensor] | Tensor,
+    mesh: ParallelMesh | None = None,
+    *,
+    sparse_params: Iterable[Tensor] | Tensor | None = None,
 ) -> Tensor:
     """2-norm over all gradients, each logical parameter counted once: shards and experts are added, replicas are not.
 
@@ -134,7 +163,8 @@ def grad_norm(
     - else the same whole on every rank.
 
     Args:
-        params: Dense parameters after backward; those without a gradient count as zero, one given twice counts once.
+        params: Dense parameters after backward, or one of them; those without a gradient count as zero, one given
+            twice counts once.
         mesh: The mesh they were parallelized over; None in one process.
         sparse_params: Rows of embedding tables that this rank alone owns among the ranks of sparse_shard, their
             gradients summed over replicas: plain, DTensors sharded over sparse_shard, or sparse COO. Give it on all
@@ -145,6 +175,8 @@ def grad_norm(
         Scalar float32, the same on every rank; accumulated over tensors in float64.
 
     Raises:
+        TypeError: ``params`` or ``sparse_params`` is a module or holds something that is no tensor, or ``mesh`` is no
+            ``ParallelMesh``.
         ValueError: a gradient is sharded over another axis, is a DTensor without ``mesh``, or is sparse in ``params``.
     """
     return _norm(_collect("grad_norm", params, sparse_params, mesh), mesh, sparse_params is not None)
@@ -152,11 +184,11 @@ def grad_norm(
 
 @torch.no_grad()
 def clip_grad_norm_(
-    params: Iterable[Tensor],
+    params: Iterable[Tensor] | Tensor,
     max_norm: float,
     mesh: ParallelMesh | None = None,
     *,
-    sparse_params: Iterable[Tensor] | None = None,
+    sparse_params: Iterable[Tensor] | Tensor | None = None,
 ) -> Tensor:
     """Scale all gradients by min(1, max_norm / (norm + 1e-6)), in place, so that their 2-norm is at most ``max_norm``.
 
@@ -172,10 +204,12 @@ def clip_grad_norm_(
         The norm before clipping, scalar float32.
 
     Raises:
+        TypeError: ``max_norm`` is no number, or as ``grad_norm``.
         ValueError: ``max_norm`` is not positive, or as ``grad_norm``.
     """
+    check_number("clip_grad_norm_", "max_norm", max_norm)
     if not max_norm > 0:
-        raise ValueError(f"clip_grad_norm_: `max_norm` must be above 0, got {max_norm}")
+        raise ValueError(f"clip_grad_norm_: `max_norm` must be above 0, got {max_norm}; inf clips nothing")
     found = _collect("clip_grad_norm_", params, sparse_params, mesh)
     norm = _norm(found, mesh, sparse_params is not None)
     # No comparison on the host: that would wait for the device.

@@ -1,0 +1,94 @@
+"""What is true of an argument on every rank: its kind, and that no rank refuses while the others wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from gem_parallel._src.collectives.base import DefaultCollectives
+from gem_parallel._src.mesh import ParallelMesh
+
+__all__ = ["agree", "check_group", "check_mesh", "check_number", "group_device", "runs_on_host"]
+
+
+def check_mesh(owner: str, mesh: object, *, optional: bool = True) -> None:
+    """Refuse what is no ``ParallelMesh``."""
+    if isinstance(mesh, ParallelMesh) or (mesh is None and optional):
+        return
+    raise TypeError(
+        f"{owner}: `mesh` must be a ParallelMesh{' or None' if optional else ''}, got {type(mesh).__name__}; pass what "
+        "ParallelDims.build_mesh returned, whole"
+    )
+
+
+def check_group(owner: str, group: object, *, remedy: str = "mesh.ep_group") -> None:
+    """Refuse what is neither a process group nor a mesh of one axis nor None."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"{owner}: `group` must be a mesh of one axis, got {group.ndim} axes; pass {remedy}")
+        return
+    if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        return
+    raise TypeError(
+        f"{owner}: `group` must be a process group, a mesh of one axis or None, got {type(group).__name__}; "
+        f"pass {remedy}"
+    )
+
+
+def check_number(owner: str, argument: str, value: object) -> None:
+    """Refuse what is neither int nor float."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{owner}: `{argument}` must be a number, got {type(value).__name__} {value!r}; pass a float")
+
+
+def runs_on_host(group: dist.ProcessGroup) -> bool:
+    """All of the group's collectives run on the CPU, so that a small one more waits for no GPU."""
+    return "nccl" not in dist.get_backend_config(group)
+
+
+def group_device(group: dist.ProcessGroup) -> torch.device:
+    """Where small numbers travel: on the CPU where the group can, so that no GPU is waited for."""
+    if "gloo" in dist.get_backend_config(group) or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def agree(
+    owner: str, what: str, group: dist.ProcessGroup | None, refusal: Exception | None, values: Sequence[int]
+) -> list[list[int]]:
+    """Numbers of every rank of the group, or an error on all of them if one refuses. All ranks of the group call it.
+
+    Args:
+        owner: Function, for the error.
+        what: What is refused, for the error on the other ranks.
+        group: The ranks; None is one process.
+        refusal: This rank's own error, raised after the others were told.
+        values: This rank's numbers, as many on every rank, also beside a refusal.
+
+    Returns:
+        Per rank of the group, its numbers.
+
+    Raises:
+        RuntimeError: another rank refuses; names it.
+    """
+    if group is None:
+        if refusal is not None:
+            raise refusal
+        return [list(values)]
+    device = group_device(group)
+    mine = torch.tensor([int(refusal is not None), *values], dtype=torch.int64, device=device)
+    table = torch.empty((dist.get_world_size(group), len(mine)), dtype=torch.int64, device=device)
+    DefaultCollectives().all_gather(table.view(-1), mine, group)
+    found: list[list[int]] = table.tolist()
+    if refusal is not None:
+        raise refusal
+    refused = [rank for rank, each in enumerate(found) if each[0]]
+    if refused:
+        raise RuntimeError(
+            f"{owner}: {what} must be right on every rank of the group, and ranks {refused} refused theirs and raised "
+            f"their own error; rank {dist.get_rank(group)} stops with them, see their logs"
+        )
+    return [each[1:] for each in found]
