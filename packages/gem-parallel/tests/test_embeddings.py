@@ -219,6 +219,21 @@ def test_exchange_may_run_ahead():
     assert torch.equal(early.state_dict()["tables.t.weight"], plain.state_dict()["tables.t.weight"])
 
 
+@pytest.mark.parametrize("function", ["start_lookup", "lookup"])
+def test_lookup_takes_batches_of_its_own_module(function):
+    features = [FeatureConfig(name="x", table="t")]
+    first, second = (make(features) for _ in range(2))
+    pending = first.exchange({"x": ids_of([1])})
+    with pytest.raises(
+        ValueError, match=f"{function}: `pending` must come from this module's exchange, got a batch of"
+    ):
+        getattr(second, function)(pending)
+    for wrong, name in ((None, "NoneType"), ({}, "dict")):
+        with pytest.raises(TypeError, match=f"{function}: `pending` must be a Pending, got {name}; pass what exchange"):
+            getattr(first, function)(wrong)
+    assert first.lookup(pending)["x"].shape == (1, DIM)
+
+
 def test_initial_weights_do_not_depend_on_neighbours():
     alone = make([], tables=[TableConfig(name="big", num_rows=65536 + 40, dim=4)], seed=3)
     both = make(

@@ -125,6 +125,27 @@ class Refused:
 
 REFUSED = [
     Refused("unknown feature", {"z": ids_of([1])}, ValueError, r"got 'z'; the features are after, before, x, y"),
+    Refused("not a mapping", [("x", ids_of([1]))], TypeError, "`ids` must be a mapping .*got list; .*pass {}"),
+    Refused("none", None, TypeError, "`ids` must be a mapping .*got NoneType"),
+    Refused("three", {"x": (*ids_of([1]), None)}, TypeError, r"must be a pair \(values, offsets\), got tuple of 3"),
+    Refused(
+        "float ids",
+        {"x": (torch.tensor([1.5]), torch.tensor([0, 1]))},
+        TypeError,
+        "got torch.float32; keep ids as int64",
+    ),
+    Refused(
+        "sparse values",
+        {"x": (torch.tensor([1]).to_sparse(), torch.tensor([0, 1]))},
+        TypeError,
+        r"values of feature 'x' must be a dense tensor, got one of layout torch.sparse_coo; use .to_dense\(\)",
+    ),
+    Refused(
+        "all sparse",
+        {"x": (torch.tensor([1]).to_sparse(), torch.tensor([0, 1]).to_sparse())},
+        TypeError,
+        "values of feature 'x' must be a dense tensor",
+    ),
     Refused("not a pair", {"x": torch.zeros(2)}, TypeError, r"`ids\['x'\]` must be a pair"),
     Refused("list", {"x": ([1], torch.tensor([0, 1]))}, TypeError, "values of feature 'x' must be a Tensor, got list"),
     Refused("int32", {"x": (torch.zeros(1).int(), torch.tensor([0, 1]))}, TypeError, "must be int64, got torch.int32"),
@@ -285,8 +306,15 @@ def test_hash_is_splitmix64():
     assert hash_ids(words, 1000).tolist() == [each % 2**63 % 1000 for each in expected]
     with pytest.raises(TypeError, match=r"`values` must be int64, got torch.int32"):
         hash_ids(words.int(), 3)
-    with pytest.raises(ValueError, match="`num_rows` must be at least 1, got 0"):
+    with pytest.raises(TypeError, match=r"got torch.float64; keep ids as int64"):
+        hash_ids(words.double(), 3)
+    with pytest.raises(TypeError, match=r"`values` must be a Tensor, got list"):
+        hash_ids([1], 3)
+    with pytest.raises(ValueError, match=r"hash_ids: `num_rows` must lie in \[1, .*got 0"):
         hash_ids(words, 0)
+    for bad, name in ((2.5, "float"), (True, "bool")):
+        with pytest.raises(TypeError, match=f"hash_ids: `num_rows` must be an int, got {name}"):
+            hash_ids(words, bad)
 
 
 def test_hash_fills_a_table_evenly():
@@ -306,6 +334,8 @@ def test_hashed_table_takes_any_id(policy):
     values = torch.tensor([-1, BIG, 3, -BIG - 1])
     out = module.lookup(module.exchange({"t": (values, torch.tensor([0, 4])), "plain": ids_of([2])}))
     rows = module.state_dict()["tables.t.weight"]
+    with pytest.raises(TypeError, match="values of feature 't' must be a dense tensor"):
+        module.exchange({"t": (values.to_sparse(), torch.tensor([0, 4]))})
     assert torch.equal(out["t"], rows[hash_ids(values, ROWS)])
     assert torch.equal(out["plain"], module.state_dict()["tables.plain.weight"][[2]])
     assert set(module.out_of_range_counts().values()) == {0}

@@ -10,7 +10,7 @@ from gem_parallel.embeddings import hash_ids
 pytestmark = pytest.mark.dist
 ROWS, DIM, BAD_RANK = 10, 8, 3
 PLACEMENTS = ("row_wise", "table_wise", "column_wise", "replicated")
-FAULTS = ("id", "offsets", "dtype")
+FAULTS = ("id", "offsets", "dtype", "sparse", "no mapping")
 
 
 def make(mesh, policy, **options):
@@ -31,6 +31,8 @@ def faulty(kind):
         return torch.tensor([3, ROWS, -7, 1]), torch.tensor([0, 2, 4])
     if kind == "offsets":
         return torch.tensor([3, 4]), torch.tensor([0, 2, 1])
+    if kind == "sparse":
+        return torch.tensor([3, 4]).to_sparse(), torch.tensor([0, 1, 2])
     return torch.tensor([3, 4]).int(), torch.tensor([0, 1, 2])
 
 
@@ -80,7 +82,7 @@ def rank_ids(rank, world_size, folder):
         for kind in FAULTS:
             pair = faulty(kind) if rank == BAD_RANK else good(rank)
             try:
-                module.exchange({f"f_{name}": pair})
+                module.exchange(None if rank == BAD_RANK and kind == "no mapping" else {f"f_{name}": pair})
                 errors[name, kind] = "none"
             except (IndexError, ValueError, TypeError, RuntimeError) as error:
                 errors[name, kind] = f"{type(error).__name__}: {error}"
@@ -111,10 +113,9 @@ def test_errors_agree_on_all_ranks_of_all_copies(results, name):
         assert (f"'f_{name}' has 2, then 1 at bag 1" in errors[name, "offsets"]) == (rank == BAD_RANK), errors[
             name, "offsets"
         ]
-        if rank == BAD_RANK:
-            assert errors[name, "dtype"].startswith("TypeError: exchange: values of feature")
-        else:
-            assert errors[name, "dtype"].startswith("RuntimeError: exchange: rank 3: refused its batch")
+        for kind, what in (("dtype", "values of"), ("sparse", "values of"), ("no mapping", "`ids` must be a mapping")):
+            text = f"TypeError: exchange: {what}" if rank == BAD_RANK else "RuntimeError: exchange: rank 3: refused its"
+            assert errors[name, kind].startswith(text), errors[name, kind]
         # once, not once per column shard
         assert counts[name, f"f_{name}"] == (2 if rank == BAD_RANK else 0)
 

@@ -1,5 +1,9 @@
 """State dicts in one process."""
 
+import copy
+import pickle
+from io import BytesIO
+
 import pytest
 import torch
 from torch import nn
@@ -86,6 +90,8 @@ def test_refusals_change_nothing():
     before = {key: value.clone() for key, value in module.state_dict().items()}
     state = {key: value + 1 for key, value in before.items()}
 
+    ones = torch.ones(10, 8)
+
     def refused(text, **changes):
         changed = {key: value for key, value in {**state, **changes}.items() if value is not None}
         with pytest.raises(RuntimeError, match=text):
@@ -94,10 +100,43 @@ def test_refusals_change_nothing():
 
     refused(r"must have shape \(10, 8\), got \(9, 8\)", **{"tables.a.weight": torch.zeros(9, 8)})
     refused("must be a tensor, got int", **{"tables.a.weight": 3})
+    for dtype in (torch.int64, torch.bool, torch.complex64):
+        refused(rf"tables\.a\.weight: must be of a float dtype, got {dtype}", **{"tables.a.weight": ones.to(dtype)})
+    refused(r"exp_avg: must be of a float dtype", **{"tables.a.exp_avg": ones.int()})
+    refused("must have values, got a tensor on the meta device", **{"tables.a.weight": ones.to("meta")})
+    refused(r"must be a dense tensor, got one of layout torch\.sparse_coo", **{"tables.a.weight": ones.to_sparse()})
+    for step in (torch.tensor(1.0), torch.tensor([1, 2]), torch.tensor(1j), torch.tensor(1, device="meta"), True, "1"):
+        refused(r"tables\.a\.step: must be an int64 scalar, got", **{"tables.a.step": step})
+    refused(r"step: must lie in \[0, 2\^63\), got -1", **{"tables.a.step": torch.tensor(-1)})
     refused(r"Unexpected key.*tables\.c\.weight", **{"tables.c.weight": torch.zeros(1, 4)})
     refused(r"Missing key.*tables\.a\.exp_avg", **{"tables.a.exp_avg": None})
     refused(r"Missing key.*tables\.b\.step", **{"tables.b.step": None})
     refused("the steps of all tables must be equal", **{"tables.b.step": torch.tensor(7)})
+
+
+def test_values_are_taken_as_they_are():
+    module = make("sgd")
+    state = {key: value.clone().double() for key, value in module.state_dict().items()}
+    state["tables.a.weight"][3, 1] = float("nan")
+    module.load_state_dict(state)
+    torch.testing.assert_close(
+        module.state_dict()["tables.a.weight"].double(), state["tables.a.weight"], equal_nan=True
+    )
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, pickle.dumps, lambda module: torch.save(module, BytesIO())]
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_copies_are_refused(duplicate, inside):
+    module = make("sgd")
+    state = {key: value.clone() for key, value in module.state_dict().items()}
+    with pytest.raises(TypeError, match=r"must not be copied or pickled.*second module and call its load_state_dict"):
+        duplicate({"model": module} if inside and duplicate is not copy.copy else module)
+    second = make("sgd", seed=9)
+    second.load_state_dict(module.state_dict())
+    step(second)
+    assert all(torch.equal(value, state[key]) for key, value in module.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", NAMES)

@@ -165,7 +165,8 @@ class Exchanger:
         try:
             stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
             batch = self._flattener.flatten(ids, stream)
-        except (TypeError, ValueError):
+        except Exception:
+            # Also what no check foresaw: the other ranks wait for this one's counts.
             self.refuse()
             raise
         groups = self._group_ids(ids, batch)

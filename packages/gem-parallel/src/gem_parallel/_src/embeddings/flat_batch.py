@@ -110,6 +110,8 @@ class Flattener:
         checked: list[Tensor] = []
         values: list[Tensor] = []
         present: list[bool] = []
+        if not isinstance(ids, Mapping):
+            self._refuse(ids)
         for names in self._names:
             unit_bags: list[Tensor] = []
             for name, pooled in names:
@@ -143,12 +145,17 @@ class Flattener:
             good = False
         if not good or min(num_offsets) == 0:
             self._refuse(ids)
-        if self._hashed:
-            here = [name for names in self._names for name, _ in names if name in ids]
-            values = [
-                hash_ids(each, self._hashed[name]) if name in self._hashed else each
-                for name, each in zip(here, values, strict=True)
-            ]
+        try:
+            if self._hashed:
+                here = [name for names in self._names for name, _ in names if name in ids]
+                values = [
+                    hash_ids(each, self._hashed[name]) if name in self._hashed else each
+                    for name, each in zip(here, values, strict=True)
+                ]
+        except RuntimeError:
+            # A sparse tensor; that error does not say so.
+            flatten_ids(ids, self._groups, self._features, policy=self._policy, device=self._device)
+            raise
         layout = self._layout(present, num_values, num_offsets, stream)
         parts = values
         for unit, unit_bags in zip(layout.units, bags, strict=True):
@@ -159,10 +166,10 @@ class Flattener:
         try:
             given = torch.cat(parts)
         except RuntimeError:
-            # Tensors of two devices, most likely; that error names one.
+            # Tensors of two devices or layouts, most likely; that error names one.
             flatten_ids(ids, self._groups, self._features, policy=self._policy, device=self._device)
             raise
-        if given.device != self._device:
+        if given.device != self._device or given.layout is not torch.strided:
             self._refuse(ids)
         return FlatBatch(layout, given, self._policy == "drop")
 

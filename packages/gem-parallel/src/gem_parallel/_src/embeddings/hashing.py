@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["hash_ids", "mix64", "round_to_bfloat16"]
+from gem_parallel._src.embeddings.config import MAX_ROWS, check_integer
+
+__all__ = ["hash_ids", "mix64", "round_to_bfloat16", "to_int64"]
 
 GOLDEN = 0x9E3779B97F4A7C15
 FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -31,6 +33,15 @@ def mix64(words: Tensor) -> Tensor:
     return words ^ _shifted(words, 31)
 
 
+def to_int64(dtype: torch.dtype) -> str:
+    """What to do about ids of another dtype: ``.long()`` where it changes no id."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return (
+            "keep ids as int64 from where they are read, as .long() would cut fractions and not bring back lost digits"
+        )
+    return "use .long()"
+
+
 def hash_ids(values: Tensor, num_rows: int) -> Tensor:
     """Rows for ids of any size: (splitmix64(id) mod 2 ** 63) mod num_rows.
 
@@ -47,13 +58,14 @@ def hash_ids(values: Tensor, num_rows: int) -> Tensor:
         int64 of the same shape in [0, num_rows).
 
     Raises:
-        TypeError: ``values`` is not int64.
-        ValueError: ``num_rows`` is below 1.
+        TypeError: ``values`` is not an int64 tensor, or ``num_rows`` no int.
+        ValueError: ``num_rows`` is below 1 or above 2 ** 60.
     """
+    if not isinstance(values, Tensor):
+        raise TypeError(f"hash_ids: `values` must be a Tensor, got {type(values).__name__}")
     if values.dtype != torch.int64:
-        raise TypeError(f"hash_ids: `values` must be int64, got {values.dtype}; use .long()")
-    if num_rows < 1:
-        raise ValueError(f"hash_ids: `num_rows` must be at least 1, got {num_rows}")
+        raise TypeError(f"hash_ids: `values` must be int64, got {values.dtype}; {to_int64(values.dtype)}")
+    check_integer("hash_ids", "num_rows", num_rows, 1, MAX_ROWS)
     return (mix64(values) & (2**63 - 1)) % num_rows
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gem_parallel._src.embeddings.config import FeatureConfig, IdPolicy
-from gem_parallel._src.embeddings.hashing import hash_ids
+from gem_parallel._src.embeddings.hashing import hash_ids, to_int64
 from gem_parallel._src.embeddings.layout import FeatureSlot, Group
 from gem_parallel._src.embeddings.transfer import to_device
 
@@ -87,12 +87,20 @@ class BatchReport:
 def check_feature(name: str, pair: object, device: torch.device) -> tuple[Tensor, Tensor]:
     """What the host can check: a pair of one-dimensional int64 tensors on the module's device."""
     if not isinstance(pair, tuple | list) or len(pair) != 2:
-        raise TypeError(f"exchange: `ids[{name!r}]` must be a pair (values, offsets), got {type(pair).__name__}")
+        size = f" of {len(pair)}" if isinstance(pair, tuple | list) else ""
+        raise TypeError(f"exchange: `ids[{name!r}]` must be a pair (values, offsets), got {type(pair).__name__}{size}")
     for argument, tensor in zip(("values", "offsets"), pair, strict=True):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"exchange: {argument} of feature {name!r} must be a Tensor, got {type(tensor).__name__}")
         if tensor.dtype != torch.int64:
-            raise TypeError(f"exchange: {argument} of feature {name!r} must be int64, got {tensor.dtype}; use .long()")
+            raise TypeError(
+                f"exchange: {argument} of feature {name!r} must be int64, got {tensor.dtype}; {to_int64(tensor.dtype)}"
+            )
+        if tensor.layout is not torch.strided:
+            raise TypeError(
+                f"exchange: {argument} of feature {name!r} must be a dense tensor, got one of layout {tensor.layout}; "
+                "use .to_dense()"
+            )
         if tensor.dim() != 1:
             raise ValueError(
                 f"exchange: {argument} of feature {name!r} must have one dim, got shape {tuple(tensor.shape)}"
@@ -123,6 +131,11 @@ def flatten_ids(
     Raises:
         TypeError, ValueError: an unknown feature, or a tensor of the wrong type, shape or device.
     """
+    if not isinstance(ids, Mapping):
+        raise TypeError(
+            f"exchange: `ids` must be a mapping from feature to (values, offsets), got {type(ids).__name__}; "
+            "for an empty batch pass {}"
+        )
     known = {feature.name for feature in features}
     unknown = [name for name in ids if name not in known]
     if unknown:

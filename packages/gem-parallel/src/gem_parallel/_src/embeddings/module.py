@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, NoReturn, SupportsIndex, get_args
 
 import torch
 import torch.distributed as dist
@@ -53,14 +53,19 @@ class ShardedEmbeddings(nn.Module):
     loss by the global number of samples.
 
     In one process there is no collective and no deduplication. Over several ranks all of them must call ``exchange``,
-    ``lookup`` and backward together, also with an empty batch; a batch that one rank refuses raises on all.
+    ``lookup`` and backward together, also with an empty batch, in the same mode (training or not) and with the same
+    learning rate; a batch that one rank refuses raises on all.
+
+    It is not copied or pickled: the tables are fbgemm's memory, of which a copy would share a part.
 
     Args:
         tables: The tables; names unique.
         features: The streams of ids; several may share a table.
         optimizer: Fused optimizer of all tables.
-        mesh: The ranks that hold the tables (``ParallelMesh.sparse``); None is one process. With sparse_replicate = M
-            above 1, sparse_shard ranks hold a copy of the tables together and each keeps 1 / M of its part at rest.
+        mesh: The ranks that hold the tables (``ParallelMesh.sparse``). With sparse_replicate = M above 1, sparse_shard
+            ranks hold a copy of the tables together and each keeps 1 / M of its part at rest. None is one process, also
+            where torch.distributed has several: each then has whole tables of its own, whatever their placement, that
+            start equal and that nothing keeps equal.
         device: Where the tables live and ids are expected; default: the mesh's device type, else the CPU. ``to()`` does
             not move tables.
         seed: Initial weights depend on (seed, table name, row) only, not on the ranks.
@@ -81,7 +86,6 @@ class ShardedEmbeddings(nn.Module):
             views show after ``load_state_dict`` or an update.
         timeout_s: Longest that the host waits for the other ranks in one transfer, seconds; None is the process
             groups' own timeout. On CUDA the host waits in ``exchange`` only; NCCL's watchdog ends what hangs later.
-
         measure_updates: Keep the rows of each training batch as they were, for ``last_update_norm``. For finding out
             whether and how much tables train: the ranks also tell each other all ids, tables behind a cache are written
             back, and on CUDA the host waits once more per batch.
@@ -219,6 +223,7 @@ class ShardedEmbeddings(nn.Module):
             RuntimeError: another rank refused its batch.
         """
         pending = self._exchange(ids)
+        pending.owner = self
         if self._meter is not None:
             pending.named = {name: values for name, (values, _) in ids.items()}
         return pending
@@ -263,7 +268,10 @@ class ShardedEmbeddings(nn.Module):
 
         Raises:
             IndexError, ValueError: as ``exchange``, in one process on CUDA.
+            ValueError: a batch of another module, or one that was looked up.
+            TypeError: ``pending`` is not what ``exchange`` returns.
         """
+        self._check_pending("start_lookup", pending)
         if pending.started is not None:
             raise ValueError("start_lookup: `pending` must be a batch that was not looked up, got one that was")
         if self._local is None:
@@ -315,8 +323,9 @@ class ShardedEmbeddings(nn.Module):
             in place.
 
         Raises:
-            IndexError, ValueError: as ``exchange``, in one process on CUDA.
+            IndexError, ValueError, TypeError: as ``start_lookup``.
         """
+        self._check_pending("lookup", pending)
         if pending.started is None:
             self.start_lookup(pending)
         started = pending.started
@@ -399,6 +408,19 @@ class ShardedEmbeddings(nn.Module):
             return None
         return LocalPath(self._groups, combined, self.features, policy=self.id_policy, device=self.device)
 
+    def _check_pending(self, function: str, pending: object) -> None:
+        if not isinstance(pending, Pending):
+            raise TypeError(
+                f"{function}: `pending` must be a Pending, got {type(pending).__name__}; "
+                "pass what exchange(ids) returns"
+            )
+        if pending.owner is not self:
+            raise ValueError(
+                f"{function}: `pending` must come from this module's exchange, got a batch of another "
+                "ShardedEmbeddings, whose tables its ids were checked against; "
+                "call exchange of the module that looks it up"
+            )
+
     def _settle(self, pending: Pending) -> None:
         """Read the check of a batch, if that is still to be done."""
         if self._local is not None:
@@ -442,7 +464,8 @@ class ShardedEmbeddings(nn.Module):
         """Copy a state dict into the tables.
 
         Args:
-            state_dict: As ``state_dict`` gives it: DTensors as they lie here, or whole plain tensors.
+            state_dict: As ``state_dict`` gives it: DTensors as they lie here, or whole plain tensors, of any float
+                dtype, rounded to the table's. Numbers are taken as they are, NaN and infinity too.
             strict: Refuse missing and unknown keys, and then change nothing. False takes what is there, for example
                 weights without an optimizer's state, and returns the keys that were not used or not found.
             assign: Must be False: tables are not replaced.
@@ -481,6 +504,18 @@ class ShardedEmbeddings(nn.Module):
         error_msgs += loaded.errors
         if loaded.step is not None:
             self._step = loaded.step
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse ``copy.copy``, ``copy.deepcopy``, pickle and ``torch.save`` of the module.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "ShardedEmbeddings: a module must not be copied or pickled, as fbgemm and the process groups hold parts of "
+            "it, got copy, deepcopy or pickle; construct a second module and call its "
+            "load_state_dict(module.state_dict()), or save module.state_dict()"
+        )
 
     def extra_repr(self) -> str:
         """Tables with their placement, for ``print``."""

@@ -116,6 +116,8 @@ class Pending:
     """The batch of a process whose engines pool themselves; there are no ``requests`` then."""
     named: dict[str, Tensor] = field(default_factory=dict)
     """Feature -> ids as given, where updates are measured."""
+    owner: Any = None
+    """The module that it is of."""
     started: Any = None
     """What ``start_lookup`` has begun."""
 

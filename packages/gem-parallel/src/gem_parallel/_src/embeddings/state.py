@@ -138,7 +138,11 @@ def load_tables(
             else:
                 copies.append((part, given))
             if has_step and step_key in state_dict:
-                steps[step_key] = int(state_dict[step_key])
+                step, problem = _step_of(state_dict[step_key])
+                if step is None:
+                    result.errors.append(f"{step_key}: {problem}")
+                else:
+                    steps[step_key] = step
         held = _layout_of(table.shard, table.weight, grid) is not None
         if has_step and held and step_key not in state_dict:
             result.missing.append(step_key)
@@ -155,10 +159,32 @@ def load_tables(
     return result
 
 
+def _step_of(given: object) -> tuple[int | None, str]:
+    if isinstance(given, Tensor):
+        whole = not (given.dtype.is_floating_point or given.dtype.is_complex or given.dtype == torch.bool)
+        if given.layout is not torch.strided or given.is_meta or given.numel() != 1 or not whole:
+            return None, (
+                f"must be an int64 scalar, got shape {tuple(given.shape)} of {given.dtype} on {given.device}; "
+                "save it without a cast"
+            )
+        given = int(given)
+    if not isinstance(given, int) or isinstance(given, bool):
+        return None, f"must be an int64 scalar, got {type(given).__name__}"
+    if not 0 <= given < 2**63:
+        return None, f"must lie in [0, 2^63), got {given}"
+    return given, ""
+
+
 def _part_for(table: LocalTable, part: Tensor, layout: _Layout, given: object) -> tuple[Tensor | None, str]:
     full = table.full_shape(part)
     if not isinstance(given, Tensor):
         return None, f"must be a tensor, got {type(given).__name__}"
+    if given.layout is not torch.strided:
+        return None, f"must be a dense tensor, got one of layout {given.layout}; pass its to_dense()"
+    if not given.dtype.is_floating_point:
+        return None, f"must be of a float dtype, got {given.dtype}; save weights and moments without a cast"
+    if given.is_meta:
+        return None, "must have values, got a tensor on the meta device; load the checkpoint onto the CPU"
     if tuple(given.shape) != full:
         return None, f"must have shape {full}, got {tuple(given.shape)}"
     if isinstance(given, DTensor):
