@@ -57,6 +57,11 @@ class Pairs(nn.Module):
             ValueError,
             "one of .* or None, got torch.float32",
         ),
+        (nn.Linear(1, 1), {}, TypeError, "`experts` must be a list of modules, got Linear; pass all experts"),
+        ([nn.Identity()], {"group": 3}, TypeError, "`group` must be a process group, .* got int; pass mesh.ep_group"),
+        ([nn.Identity()], {"collectives": "default"}, TypeError, "must be an engine or None, got str 'default'; pass"),
+        ([nn.Identity()], {"reduce_dtype": "bf16"}, TypeError, "`reduce_dtype` must be a torch.dtype or None, got str"),
+        ([nn.Identity()], {"gather_dtype": "bf16"}, TypeError, "`gather_dtype` must be a torch.dtype or None, got str"),
         ([nn.Identity()], {"reduce_dtype": torch.int32}, ValueError, "`reduce_dtype` must be a floating point dtype"),
     ],
 )
@@ -80,3 +85,26 @@ def test_construction_refuses(experts, arguments, error, text):
 def test_forward_refuses(expert, inputs, text):
     with pytest.raises(ValueError, match=text):
         ExpertParallel([expert])(*inputs)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "rows", "error", "text"),
+    [
+        ((torch.tensor(1.0),), None, ValueError, "must have rows along their first dim, got a scalar at position 0"),
+        (([1.0],), None, TypeError, "`inputs` must be tensors, got list at position 0"),
+        ((torch.ones(2, 4), 3), None, TypeError, "got int at position 1; pass what is no tensor by its name"),
+        ((torch.ones(2, 4),), [[3]], ValueError, r"at rank 0 those given, \[2\], got \(\(3,\),\)"),
+        ((torch.ones(2, 4),), [[-2]], ValueError, "the rows of 1 ranks"),
+        ((torch.ones(2, 4),), [[2, 3]], ValueError, "the rows of 1 ranks"),
+        ((torch.ones(2, 4),), [[2], [2]], ValueError, "for each of 1 inputs"),
+        ((torch.ones(2, 4),), [2], TypeError, r"`rows` must hold lists of ints, got \[2\]"),
+        ((torch.ones(2, 4),), "x", TypeError, "`rows` must hold lists of ints, got 'x'"),
+        ((torch.ones(2, 4),), [[2.0]], TypeError, "`rows` must hold lists of ints"),
+        ((torch.ones(2, 4),), 5, TypeError, "`rows` must hold lists of ints, got 5"),
+    ],
+)
+def test_inputs_and_rows_are_checked_in_one_process(inputs, rows, error, text):
+    layer = ExpertParallel([nn.Identity()])
+    with pytest.raises(error, match=text):
+        layer(*inputs, rows=rows)
+    assert layer(torch.ones(2, 4), rows=[[2]]).shape == (2, 4)

@@ -146,6 +146,7 @@ def rank_cases(rank, world_size, folder):
         found[dtype] = (run(layer, *samples(uneven(world_size))[rank]), log)
     if world_size == 2:
         found["refusals"] = refusals(rank)
+        found["one refuses"] = one_rank_refuses(rank)
         found["compiled"] = compiled(rank)
         layer = ExpertParallel([Masked(), Masked(), Masked()], dist.group.WORLD)
         found["mask"] = layer(torch.ones(2 + rank, 1), torch.arange(2 + rank) % 2 == rank)
@@ -405,6 +406,33 @@ def refusals(rank):
     return texts
 
 
+def one_rank_refuses(rank):
+    """id -> error of this rank, where only rank 1 was given something wrong; nobody waits."""
+    layer = ExpertParallel([nn.Linear(2, 2), nn.Linear(2, 2)], dist.group.WORLD)
+    x = torch.ones(3, 2)
+    calls = {
+        "rows of this rank": lambda: layer(x, rows=[[3, 4]] if rank else [[3, 3]]),
+        "rows of the other": lambda: layer(x, rows=[[9, 3]] if rank else None),
+        "a list": lambda: layer([1.0] if rank else x),
+        "a scalar": lambda: layer(torch.tensor(1.0) if rank else x),
+        "no input": lambda: layer(*([] if rank else [x])),
+        "more inputs": lambda: layer(*[x] * (12 if rank else 1)),
+        "negative count": lambda: exchange_counts([-1 if rank else 1], dist.group.WORLD),
+        "count of another kind": lambda: exchange_counts([1.5 if rank else 1], dist.group.WORLD),
+        "more counts": lambda: exchange_counts(range(40 if rank else 30), dist.group.WORLD),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except (TypeError, ValueError, RuntimeError) as error:
+            found[name] = (type(error).__name__, str(error))
+    assert exchange_counts([rank + each for each in range(30)], dist.group.WORLD)[29] == (29, 30)
+    # After all of it the ranks are still in step.
+    assert layer(x, rows=[[3, 3]]).shape == (3, 2)
+    return found
+
+
 def test_masks_are_gathered(outcome):
     world_size, results = outcome
     if world_size == 2:
@@ -425,3 +453,29 @@ def test_refusals(outcome):
         assert "for each of the 2 ranks of `group`, got 1" in texts[5]
         assert "must be a mesh of one axis, got 2 axes" in texts[6]
     assert "at rank 1 those given, [2], got ((7, 7),)" in second[3]
+
+
+STOPS = "must be right on every rank of the group, and ranks [1] refused theirs"
+ONE_REFUSES = {
+    "rows of this rank": (STOPS, "`rows` must hold, for each of 1 inputs, the rows of 2 ranks"),
+    "rows of the other": ("`rows` must be those of every rank, ((3, 3),), got others on ranks [1]",) * 2,
+    "a list": (STOPS, "`inputs` must be tensors, got list at position 0"),
+    "a scalar": (STOPS, "got a scalar at position 0"),
+    "no input": (STOPS, "at least one tensor, got none"),
+    "more inputs": ("got 1 here and 12 on ranks [1]", "got 12 here and 1 on ranks [0]"),
+    "negative count": (STOPS, "`counts` must be at least 0, got [-1]"),
+    "count of another kind": (STOPS, "`counts` must be a list of ints, got [1.5]"),
+    "more counts": ("got 30 here and 40 on ranks [1]", "got 40 here and 30 on ranks [0]"),
+}
+
+
+@pytest.mark.parametrize("name", ONE_REFUSES)
+def test_what_one_rank_refuses_all_refuse(outcome, name):
+    world_size, results = outcome
+    if world_size != 2:
+        assert all("one refuses" not in result for result in results)
+        return
+    for result, text in zip(results, ONE_REFUSES[name], strict=True):
+        kind, said = result["one refuses"][name]
+        assert text in said
+        assert (kind == "RuntimeError") == (text == STOPS)

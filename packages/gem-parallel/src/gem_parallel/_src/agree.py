@@ -13,6 +13,9 @@ from gem_parallel._src.mesh import ParallelMesh
 
 __all__ = ["agree", "check_group", "check_mesh", "check_number", "group_device", "runs_on_host"]
 
+_FIRST = 24
+"""Numbers that travel with the first word; what is more follows once the ranks know how many it is."""
+
 
 def check_mesh(owner: str, mesh: object, *, optional: bool = True) -> None:
     """Refuse what is no ``ParallelMesh``."""
@@ -66,7 +69,7 @@ def agree(
         what: What is refused, for the error on the other ranks.
         group: The ranks; None is one process.
         refusal: This rank's own error, raised after the others were told.
-        values: This rank's numbers, as many on every rank, also beside a refusal.
+        values: This rank's numbers; as many as it has, also beside a refusal.
 
     Returns:
         Per rank of the group, its numbers.
@@ -78,11 +81,12 @@ def agree(
         if refusal is not None:
             raise refusal
         return [list(values)]
-    device = group_device(group)
-    mine = torch.tensor([int(refusal is not None), *values], dtype=torch.int64, device=device)
-    table = torch.empty((dist.get_world_size(group), len(mine)), dtype=torch.int64, device=device)
-    DefaultCollectives().all_gather(table.view(-1), mine, group)
-    found: list[list[int]] = table.tolist()
+    first = [int(refusal is not None), len(values), *values[:_FIRST]]
+    found = _all_gather(first + [0] * (_FIRST + 2 - len(first)), group)
+    longest = max(each[1] for each in found)
+    rest: list[list[int]] = [[] for _ in found]
+    if longest > _FIRST:
+        rest = _all_gather([*values[_FIRST:], *[0] * (longest - max(_FIRST, len(values)))], group)
     if refusal is not None:
         raise refusal
     refused = [rank for rank, each in enumerate(found) if each[0]]
@@ -91,4 +95,13 @@ def agree(
             f"{owner}: {what} must be right on every rank of the group, and ranks {refused} refused theirs and raised "
             f"their own error; rank {dist.get_rank(group)} stops with them, see their logs"
         )
-    return [each[1:] for each in found]
+    return [(each[2:] + more)[: each[1]] for each, more in zip(found, rest, strict=True)]
+
+
+def _all_gather(mine: list[int], group: dist.ProcessGroup) -> list[list[int]]:
+    device = group_device(group)
+    table = torch.empty((dist.get_world_size(group), len(mine)), dtype=torch.int64, device=device)
+    sent = torch.tensor(mine, dtype=torch.int64, device=device)
+    DefaultCollectives().all_gather(table.view(-1), sent, group)
+    found: list[list[int]] = table.tolist()
+    return found

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from gem_parallel._src.agree import agree, check_group, runs_on_host
 from gem_parallel._src.collectives.base import Collectives, DefaultCollectives
 from gem_parallel._src.embeddings.wire import WIRE_DTYPES
 from gem_parallel._src.expert_exchange import Exchange, gather_rows, scatter_rows
@@ -50,29 +51,36 @@ def exchange_counts(counts: Sequence[int], group: dist.ProcessGroup | DeviceMesh
         Per count, that of every rank in rank order.
 
     Raises:
-        ValueError: ``group`` is a mesh of several axes, or a count is negative.
+        TypeError: ``counts`` are no ints, or ``group`` is no group.
+        ValueError: ``group`` is a mesh of several axes, a count is negative, or another number of counts than on
+            other ranks.
+        RuntimeError: another rank refuses its counts.
     """
     group = _group("exchange_counts", group)
-    for count in counts:
-        if count < 0:
-            raise ValueError(f"exchange_counts: `counts` must be at least 0, got {list(counts)}")
-    if group is None:
-        return tuple((count,) for count in counts)
-    on_host = "gloo" in dist.get_backend_config(group)
-    device = torch.device("cpu") if on_host else torch.device("cuda", torch.cuda.current_device())
-    sent = torch.tensor(list(counts), dtype=torch.int64, device=device)
-    received = torch.empty(dist.get_world_size(group) * len(counts), dtype=torch.int64, device=device)
-    DefaultCollectives().all_gather(received, sent, group)
-    table: list[list[int]] = received.view(-1, len(counts)).t().tolist()
-    return tuple(map(tuple, table))
+    refusal: Exception | None = None
+    if isinstance(counts, str) or not isinstance(counts, Sequence) or not all(map(_is_int, counts)):
+        refusal = TypeError(
+            f"exchange_counts: `counts` must be a list of ints, got {counts!r}; pass len(x) and the like"
+        )
+    elif any(count < 0 for count in counts):
+        refusal = ValueError(f"exchange_counts: `counts` must be at least 0, got {list(counts)}; pass numbers of rows")
+    table = agree("exchange_counts", "`counts`", group, refusal, () if refusal else counts)
+    others = [rank for rank, each in enumerate(table) if len(each) != len(counts)]
+    if others:
+        raise ValueError(
+            f"exchange_counts: `counts` must hold as many on every rank of the group, got {len(counts)} here and "
+            f"{len(table[others[0]])} on ranks {others}; pass the same counts on all"
+        )
+    return tuple(zip(*table, strict=True))
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _group(owner: str, group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
-    if not isinstance(group, DeviceMesh):
-        return group
-    if group.ndim != 1:
-        raise ValueError(f"{owner}: `group` must be a mesh of one axis, got {group.ndim} axes; pass mesh.ep_group")
-    return group.get_group()
+    check_group(owner, group)
+    return group.get_group() if isinstance(group, DeviceMesh) else group
 
 
 class ExpertParallel(nn.Module):
@@ -106,7 +114,7 @@ class ExpertParallel(nn.Module):
             would not become smaller keeps it.
 
     Raises:
-        TypeError: ``experts`` holds something that is no module.
+        TypeError: ``experts`` is no list or holds something that is no module, or another argument is of another kind.
         ValueError: fewer experts than ranks, a mesh of several axes, ``reduce_dtype`` is no floating point dtype, or
             ``gather_dtype`` another one.
     """
@@ -121,11 +129,27 @@ class ExpertParallel(nn.Module):
         gather_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        group = _group("ExpertParallel", group)
-        degree = 1 if group is None else dist.get_world_size(group)
+        if not isinstance(experts, (Sequence, nn.ModuleList, nn.Sequential)) or isinstance(experts, str):
+            raise TypeError(
+                f"ExpertParallel: `experts` must be a list of modules, got {type(experts).__name__}; pass all experts "
+                "of the layer"
+            )
         for expert in experts:
             if not isinstance(expert, nn.Module):
                 raise TypeError(f"ExpertParallel: `experts` must hold modules, got {type(expert).__name__}")
+        if collectives is not None and not isinstance(collectives, Collectives):
+            raise TypeError(
+                f"ExpertParallel: `collectives` must be an engine or None, got {type(collectives).__name__} "
+                f"{collectives!r}; pass choose_collectives(group, name)"
+            )
+        for argument, dtype in (("reduce_dtype", reduce_dtype), ("gather_dtype", gather_dtype)):
+            if dtype is not None and not isinstance(dtype, torch.dtype):
+                raise TypeError(
+                    f"ExpertParallel: `{argument}` must be a torch.dtype or None, got {type(dtype).__name__} "
+                    f"{dtype!r}; for example torch.bfloat16"
+                )
+        group = _group("ExpertParallel", group)
+        degree = 1 if group is None else dist.get_world_size(group)
         if len(experts) < degree:
             raise ValueError(
                 f"ExpertParallel: `experts` must hold at least one expert for each of the {degree} ranks of `group`, "
@@ -158,24 +182,33 @@ class ExpertParallel(nn.Module):
             inputs: Tensors (n, ...) of this rank, at least one; n may differ between inputs and ranks, what follows it
                 only between inputs. Floating point ones are differentiable.
             rows: Per input, n on every rank of the group in rank order, where the caller knows it, for example from
-                ``exchange_counts``. None exchanges them, and on CUDA waits for that.
+                ``exchange_counts``. None exchanges them, and on CUDA waits for that. Compared between the ranks where
+                the group runs on the CPU; with NCCL each rank checks its own only, so as not to wait.
             constants: Passed on to the experts as they are; equal on all ranks.
 
         Returns:
             (n, ...) with n of the first input: this rank's rows of the sum.
 
         Raises:
-            ValueError: no input, ``rows`` that do not describe the inputs, inputs that differ between ranks in dtype,
-                in another dim than 0 or in whether they need a gradient, or an expert that does not return one row for
-                each row of its first input.
+            TypeError: an input is no tensor, or ``rows`` are no ints.
+            ValueError: no input, one of no dims, ``rows`` that do not describe the inputs, inputs that differ between
+                ranks in number, dtype, another dim than 0 or in whether they need a gradient, or an expert that does
+                not return one row for each row of its first input.
+            RuntimeError: another rank refuses its inputs (where the ranks compare them, see ``rows``).
         """
-        if not inputs:
-            raise ValueError("ExpertParallel: `inputs` must hold at least one tensor, got none")
         # Parameters may have been replaced since (to_empty, fully_shard).
         mark_expert_parameters(self.experts)
+        refusal = self._refusal(inputs, rows)
         if self._group is None or self.degree == 1:
+            if refusal is not None:
+                raise refusal
             return self._local(inputs, constants, inputs[0].shape[0])
-        counts = self._exchange_rows(inputs) if rows is None else self._checked_rows(inputs, rows)
+        if rows is None or runs_on_host(self._group):
+            counts = self._agreed_rows(inputs, rows, refusal)
+        elif refusal is not None:
+            raise refusal
+        else:
+            counts = tuple(map(tuple, rows))
         exchange = Exchange(self._group, self._collectives, counts, self._reduce_dtype, self._gather_dtype)
         gathered = gather_rows(exchange, inputs)
         partial = self._local(gathered, constants, sum(counts[0]))
@@ -195,43 +228,83 @@ class ExpertParallel(nn.Module):
         assert total is not None
         return total
 
-    def _checked_rows(self, inputs: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-        rank = dist.get_rank(self._group)
-        counts = tuple(tuple(each) for each in rows)
+    def _refusal(self, inputs: Sequence[Tensor], rows: Sequence[Sequence[int]] | None) -> Exception | None:
+        """What this rank alone can find wrong."""
+        if not inputs:
+            return ValueError(
+                "ExpertParallel: `inputs` must hold at least one tensor, got none; pass the samples' rows"
+            )
+        for position, tensor in enumerate(inputs):
+            if not isinstance(tensor, Tensor):
+                return TypeError(
+                    f"ExpertParallel: `inputs` must be tensors, got {type(tensor).__name__} at position {position}; "
+                    "pass what is no tensor by its name"
+                )
+            if tensor.ndim == 0:
+                return ValueError(
+                    f"ExpertParallel: `inputs` must have rows along their first dim, got a scalar at position "
+                    f"{position}; pass it by its name"
+                )
+        if rows is None:
+            return None
+        rank = 0 if self._group is None else dist.get_rank(self._group)
+        try:
+            counts = tuple(tuple(each) for each in rows)
+        except TypeError:
+            counts = ()
+        if not counts or not all(_is_int(count) for each in counts for count in each):
+            return TypeError(f"ExpertParallel: `rows` must hold lists of ints, got {rows!r}; take exchange_counts")
         fits = len(counts) == len(inputs) and all(
             len(each) == self.degree and min(each) >= 0 and each[rank] == tensor.shape[0]
             for each, tensor in zip(counts, inputs, strict=True)
         )
-        if not fits:
-            raise ValueError(
-                f"ExpertParallel: `rows` must hold, for each of {len(inputs)} inputs, the rows of {self.degree} ranks, "
-                f"and at rank {rank} those given, {[tensor.shape[0] for tensor in inputs]}, got {counts}"
-            )
-        return counts
+        if fits:
+            return None
+        return ValueError(
+            f"ExpertParallel: `rows` must hold, for each of {len(inputs)} inputs, the rows of {self.degree} ranks, "
+            f"and at rank {rank} those given, {[tensor.shape[0] for tensor in inputs]}, got {counts}; "
+            "take exchange_counts"
+        )
 
     @torch.compiler.disable
-    def _exchange_rows(self, inputs: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
+    def _agreed_rows(
+        self, inputs: Sequence[Tensor], rows: Sequence[Sequence[int]] | None, refusal: Exception | None
+    ) -> tuple[tuple[int, ...], ...]:
         """Per input the rows of every rank; also finds inputs that would make the exchange hang or mix up bytes."""
-        assert self._group is not None
-        device = inputs[0].device
         grad = torch.is_grad_enabled()
-        mine = [
-            [tensor.shape[0], int(grad and tensor.requires_grad), crc32(f"{tensor.dtype} {tensor.shape[1:]}".encode())]
-            for tensor in inputs
-        ]
-        sent = torch.tensor(mine, dtype=torch.int64, device=device)
-        received = torch.empty((self.degree, len(inputs), 3), dtype=torch.int64, device=device)
-        DefaultCollectives().all_gather(received.view(-1, 3), sent, self._group)
-        found: list[list[list[int]]] = received.tolist()
+        mine: list[int] = []
+        if refusal is None:
+            mine.append(-1 if rows is None else _digest(tuple(map(tuple, rows))))
+            for tensor in inputs:
+                needs = int(grad and tensor.requires_grad)
+                mine += [tensor.shape[0], needs, _digest(f"{tensor.dtype} {tensor.shape[1:]}")]
+        found = agree("ExpertParallel", "inputs and `rows`", self._group, refusal, mine)
+        others = [rank for rank, each in enumerate(found) if len(each) != len(mine)]
+        if others:
+            raise ValueError(
+                f"ExpertParallel: `inputs` must be as many on every rank of the group, got {len(inputs)} here and "
+                f"{len(found[others[0]]) // 3} on ranks {others} of the group; pass the same inputs on all"
+            )
         for position, tensor in enumerate(inputs):
             for what, column, have in (
-                ("whether it needs a gradient", 1, bool(mine[position][1])),
-                ("dtype or in a dim after the first", 2, f"{tensor.dtype} {tuple(tensor.shape)}"),
+                ("whether it needs a gradient", 3 * position + 2, bool(mine[3 * position + 2])),
+                ("dtype or in a dim after the first", 3 * position + 3, f"{tensor.dtype} {tuple(tensor.shape)}"),
             ):
-                others = [rank for rank, each in enumerate(found) if each[position][column] != mine[position][column]]
+                others = [rank for rank, each in enumerate(found) if each[column] != mine[column]]
                 if others:
                     raise ValueError(
                         f"ExpertParallel: input {position} must not differ between the ranks of the group in {what}, "
-                        f"got {have} here and another on ranks {others} of the group"
+                        f"got {have} here and another on ranks {others} of the group; make them alike"
                     )
-        return tuple(tuple(each[position][0] for each in found) for position in range(len(inputs)))
+        counts = tuple(tuple(each[3 * position + 1] for each in found) for position in range(len(inputs)))
+        wrong = [rank for rank, each in enumerate(found) if each[0] not in (-1, _digest(counts))]
+        if wrong:
+            raise ValueError(
+                f"ExpertParallel: `rows` must be those of every rank, {counts}, got others on ranks {wrong} of the "
+                "group; take exchange_counts once per batch, on all ranks"
+            )
+        return counts
+
+
+def _digest(value: object) -> int:
+    return crc32(str(value).encode())
