@@ -144,6 +144,13 @@ def test_low_precision_is_set_beside_the_fp32_run_next_to_it(
     assert f"test scores beside {run_copy}:" in capsys.readouterr().out
     assert train(run_copy.parent / "low", "--precision", "mxfp8", "--overwrite", steps=2) == 0
     assert f"beside {run_copy} (of other length: 4 steps there, 2 here):" in capsys.readouterr().out
+    short = Path(shutil.copytree(run_copy, run_copy.parent / "short"))
+    records = [json.loads(line) for line in (short / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.dumps(r | {"step": min(2, r["step"])} if "step" in r else r) for r in records]
+    (short / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert train(run_copy.parent / "low", "--precision", "mxfp8", "--overwrite", steps=2) == 0
+    assert f"test scores beside {short}:" in capsys.readouterr().out
+    shutil.rmtree(short)
     assert train(run_copy.parent / "again") == 0
     assert "test scores beside" not in capsys.readouterr().out
 
@@ -184,10 +191,18 @@ class Wrong:
 WRONG = [
     Wrong("unknown recipe", ("train", "synthetik"), "no recipe 'synthetik'; did you mean synthetic?"),
     Wrong("unknown field", ("--set", "trainer.seeds=1"), "`trainer.seeds`; the nearest are trainer.seed"),
+    Wrong("abbreviation", ("--set", "trainer.lr=1"), "`trainer.lr`; the nearest are trainer.learning_rate, "),
     Wrong("wrong type", ("--set", "trainer.keep_last=x"), "`trainer.keep_last` takes a value of type int, got 'x'"),
     Wrong("out of range", ("--set", "trainer.beta2=2"), "`beta2` must lie in [0, 1), got 2.0"),
     Wrong("model", ("--set", "model.num_layers=3"), "--set model.num_layers=3: RankingConfig: `self_attention`"),
-    Wrong("given twice", ("--seed", "1", "--set", "trainer.seed=2"), "--seed: trainer.seed is given with --set too"),
+    Wrong(
+        "given twice",
+        ("--seed", "1", "--set", "trainer.seed=2"),
+        "--seed 1 and --set trainer.seed=2 are the same setting; give one of them",
+    ),
+    Wrong(
+        "steps twice", ("--set", "trainer.max_steps=0"), "--steps 1 and --set trainer.max_steps=0 are the same setti"
+    ),
     Wrong("no value", ("--set", "trainer.seed"), "--set: must be NAME=VALUE, got 'trainer.seed'"),
     Wrong("data for generated", ("--data", "somewhere"), "recipe synthetic generates its data"),
     Wrong("nothing to resume", ("--resume",), "holds no run; leave --resume out"),
@@ -196,20 +211,42 @@ WRONG = [
     Wrong(
         "dense axes",
         ("--nproc", "8", "--ep", "3"),
-        "--ep 3 on 8 processes: ParallelDims.check: dp_replicate * dp_shard * ep = 6 must equal the GPUs of "
-        "`topology`, got 8; nearest: (dp_replicate=1, dp_shard=2, ep=4) or (dp_replicate=1, dp_shard=4, ep=2) or",
+        "--ep 3 on 8 processes: dp_replicate * dp_shard * ep = 1 * 2 * 3 = 6 must be the number of processes, got 8; "
+        "nearest: --dp-replicate 1 --dp-shard 2 --ep 4, or --dp-replicate 1 --dp-shard 4 --ep 2, or --dp-replicate ",
     ),
     Wrong(
         "sparse axes",
         ("--nproc", "8", "--dp-replicate", "2", "--sparse-replicate", "3"),
-        "--dp-replicate 2 --sparse-replicate 3 on 8 processes: ParallelDims: `sparse_shard` must equal",
+        "--dp-replicate 2 --sparse-replicate 3 on 8 processes: sparse_replicate * sparse_shard = 3 * 2 = 6 must be the "
+        "number of processes, got 8; nearest: --sparse-replicate 4 --sparse-shard 2, or --sparse-replicate 2 --sparse-",
+    ),
+    Wrong(
+        "more copies than processes",
+        ("--nproc", "2", "--sparse-replicate", "4"),
+        "sparse_replicate * sparse_shard = 4 * 1 = 4 must be the number of processes, got 2; nearest: --sparse-rep",
     ),
     Wrong("degree", ("--nproc", "2", "--ep", "0"), "ParallelConfig: `ep` must be >= 1, got 0"),
-    Wrong("layout of one", ("--dp-shard", "2"), "--dp-shard 2 on 1 process: ParallelDims.check: dp_replicate * "),
+    Wrong(
+        "layout of one",
+        ("--dp-shard", "2"),
+        "--dp-shard 2 on 1 process: dp_replicate * dp_shard * ep = 1 * 2 * 1 = 2 must be the number of processes, got "
+        "1; nearest: --dp-replicate 1 --dp-shard 1 --ep 1",
+    ),
+    Wrong(
+        "replicas only",
+        ("--nproc", "2", "--dp-replicate", "2", "--set", "parallel.collectives=nccl_zero_cta"),
+        "dp_shard * ep must be above 1, got 1 on 2 processes; leave it out, or set it to default",
+    ),
+    Wrong(
+        "engine of one",
+        ("--set", "parallel.collectives=nccl_zero_cta"),
+        "--set parallel.collectives=nccl_zero_cta: an engine serves ranks that share dense parameters or experts",
+    ),
+    Wrong("no experts", ("--set", "model.num_experts=0"), "`num_experts` must be >= 1, got 0"),
     Wrong(
         "experts", ("--nproc", "2", "--ep", "2", "--set", "model.num_experts=1"), "model has model.num_experts=1; add"
     ),
-    Wrong("degree twice", ("--ep", "2", "--set", "parallel.ep=2"), "--ep: parallel.ep is given with --set too"),
+    Wrong("degree twice", ("--ep", "2", "--set", "parallel.ep=2"), "--ep 2 and --set parallel.ep=2 are the same"),
     Wrong("wire", ("--set", "parallel.wire_dtype=int8"), "must be one of float32, float16, bfloat16, float8_e4m3fn"),
     Wrong(
         "at rest",
@@ -217,6 +254,12 @@ WRONG = [
         "`sharded_at_rest` must be true with table_gather=rows",
     ),
     Wrong("missing data", ("train", "ml-latest-small", "--data", "/nonexistent"), "must exist, got '/nonexistent'"),
+    Wrong(
+        "no events there",
+        ("train", "ml-latest-small", "--data", "."),
+        "--data: the directory of ml-latest-small must hold events.parquet and items.parquet, got '.' without "
+        "events.parquet and items.parquet; name the directory",
+    ),
     Wrong("eval of nothing", ("eval", "nowhere"), "nowhere holds no run"),
     Wrong("report of nothing", ("report", "nowhere"), "nowhere holds no metrics.jsonl"),
     Wrong("recipes of nothing", ("recipes", "movielens"), "no recipe 'movielens'"),
@@ -303,6 +346,35 @@ def test_a_foreign_directory_is_left_alone(tmp_path: Path, capsys: pytest.Captur
         assert train(tmp_path, *flag) == 2
         assert "exists and holds no run of gem" in capsys.readouterr().err
     assert fingerprint(tmp_path).keys() == {"thesis.txt"}
+
+
+def test_a_run_is_not_continued_to_fewer_steps(run_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = fingerprint(run_copy)
+    base = ["train", "synthetic", "--out", str(run_copy), "--device", "cpu", "--resume"]
+    for fewer in (("--steps", "3"), ("--set", "trainer.max_steps=3"), ("--steps", "3", "--nproc", "2")):
+        assert main([*base, *fewer]) == 2
+        error = capsys.readouterr().err
+        assert f"--steps: must be at least 4, the step of the last checkpoint in {run_copy}, got 3; name" in error
+        assert len(error.splitlines()) == 1
+        assert fingerprint(run_copy) == before
+
+
+def test_a_trained_model_is_not_told_to_have_more_experts(run_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = fingerprint(run_copy)
+    for command in (["eval", str(run_copy)], ["train", "synthetic", "--out", str(run_copy), "--resume"]):
+        assert main([*command, "--device", "cpu", "--nproc", "2", "--ep", "2"]) == 2
+        error = capsys.readouterr().err
+        assert "the model has model.num_experts=1; leave --ep out" in error
+        assert len(error.splitlines()) == 1
+    assert fingerprint(run_copy) == before
+
+
+def test_an_engine_of_the_run_does_not_keep_one_process_from_scoring_it(run_copy: Path) -> None:
+    values = json.loads((run_copy / "config.json").read_text())
+    values["assignments"]["parallel.collectives"] = "nccl_zero_cta"
+    values["settings"]["parallel"]["collectives"] = "nccl_zero_cta"
+    (run_copy / "config.json").write_text(json.dumps(values))
+    assert main(["eval", str(run_copy), "--device", "cpu"]) == 0
 
 
 def test_resume_with_other_settings_is_refused(run_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:

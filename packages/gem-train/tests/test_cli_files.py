@@ -80,7 +80,11 @@ BAD_DATA = [
     BadData("unknown item", _changed(item_id=lambda x: _put(x, 2, 99)), ("'item_id'", "99", "item table")),
     BadData("not Parquet", _then(lambda d: (d / EVENTS).write_text("user_id\n1\n")), (EVENTS, "complete Parquet file")),
     BadData("truncated", _then(lambda d: os.truncate(d / EVENTS, 500)), (EVENTS, "complete Parquet file")),
-    BadData("no items", _then(lambda d: (d / "items.parquet").unlink()), ("items.parquet", "must exist")),
+    BadData(
+        "no items",
+        _then(lambda d: (d / "items.parquet").unlink()),
+        ("hold events.parquet and items.parquet", "without items.parquet"),
+    ),
 ]
 
 

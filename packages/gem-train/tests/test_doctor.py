@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
 from typing import Any
 
 import pytest
@@ -62,7 +63,15 @@ def test_text_names_the_remedy(diagnosis: Diagnosis) -> None:
     assert "-> pip install it" in text
     assert "does NOT work" in text
     assert "a run on the CPU works" in format_diagnosis(diagnosis)
-    assert f"torch                {torch.__version__}" in text
+    assert re.search(rf"^  torch +{re.escape(torch.__version__)}$", text, re.MULTILINE)
+
+
+def test_long_names_keep_the_columns() -> None:
+    findings = tuple(Finding(feature=name, available=False, reason="why", remedy="how") for name in ("a", "b" * 40))
+    lines = format_diagnosis(Diagnosis(versions={"c": "1", "d" * 40: "1"}, devices=(), findings=findings)).splitlines()
+    for text in ("  1", "  why", "  -> how"):
+        columns = {line.index(text, 6) for line in lines if line.endswith(text)}
+        assert len(columns) == 1, text
 
 
 @pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'gem_model'"), OSError("undefined symbol: x")])

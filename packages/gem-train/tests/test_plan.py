@@ -208,7 +208,19 @@ def test_a_layout_that_leaves_its_tier_is_explained_with_a_note(capsys):
         (("explain", "synthetic", "--dims", "dp_replicate=3"), "positive multiple of dp_replicate (3), got 8"),
         (("explain", "synthetic", "--picture", "x.pdf"), "must end with .svg or .png, got 'x.pdf'"),
         (("explain", "synthetic", "--recompute", "2"), "`recompute` must be below 1 or 1, got 2"),
-        (("explain", "synthetic", "--topology", "missing.toml"), "missing.toml"),
+        (("explain", "synthetic", "--topology", "missing.toml"), "--topology: must be a file that can be read, got 'm"),
+        (
+            ("explain", "synthetic", "--rates", "missing.json"),
+            "--rates: must be a file that can be read, got 'missing.j",
+        ),
+        (
+            ("explain", "synthetic", "--picture", "missing/x.svg"),
+            "--picture: the directory of the file must exist, got",
+        ),
+        (
+            ("explain", "synthetic", "--dims", "ep=8"),
+            "has model.num_experts=1; add --set model.num_experts=8, or leave",
+        ),
         (("explain", "cluster-4096", "--set", "model.dim=3"), "is numbers without data"),
     ],
 )
@@ -217,6 +229,43 @@ def test_mistakes(capsys, arguments, text):
     assert (code, out) == (2, "")
     assert text in err
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "suffix", "content", "text"),
+    [
+        (
+            "--rates",
+            "json",
+            "[]",
+            "--rates: the file must hold a JSON object, one field per rate, got something else",
+        ),
+        ("--rates", "json", "{", "must be valid JSON"),
+        ("--rates", "json", "{}", "must hold "),
+        ("--topology", "json", '{"zones": "x"}', "Topology: `zones` must be an int, got str"),
+        ("--topology", "toml", "zones = ", "must be valid TOML"),
+    ],
+)
+def test_mistakes_in_files(capsys, tmp_path, option, suffix, content, text):
+    path = tmp_path / f"it.{suffix}"
+    path.write_text(content)
+    code, out, err = run(capsys, "explain", "cluster-4096", option, str(path))
+    assert (code, out) == (2, "")
+    assert text in err
+    assert err.startswith(f"gem: error: {option}")
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--dims", "foo=3"), ("--dims", "ep"), ("--dims", "ep=-1"), ("--recompute", "2"), ("--set", "x")]
+)
+def test_what_arguments_alone_decide_comes_before_the_data(capsys, arguments):
+    """The directory does not exist, and that would be the mistake found next."""
+    code, _, err = run(capsys, "explain", "ml-latest-small", "--data", "/nonexistent", *arguments)
+    assert code == 2
+    assert arguments[0].strip("-") in err
+    assert "/nonexistent" not in err
+    assert run(capsys, "explain", "ml-latest-small", "--data", "/nonexistent")[2].count("/nonexistent") == 1
 
 
 def test_plan_recipes_cannot_be_trained(capsys):

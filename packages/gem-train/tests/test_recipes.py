@@ -77,6 +77,7 @@ def test_fields_that_must_fit_change_together() -> None:
 
 
 BAD = [
+    ("il=1", r"no field `il`; the fields are"),
     ("rat=1", r"no field `rat`; the nearest are rate"),
     ("inner.sise=1", r"no field `inner\.sise`; the nearest are inner\.size"),
     ("inner=1", "no field `inner`"),
@@ -128,6 +129,15 @@ def test_data_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ConfigError, match=r"directory of ml-latest-small must exist, got 'data/ml-latest-small'; name"):
         get("ml-latest-small").directory(None)
     (tmp_path / "data" / "ml-latest-small").mkdir(parents=True)
+    with pytest.raises(
+        ConfigError, match=r"must hold events.parquet and items.parquet, got .* without events.parquet a"
+    ):
+        get("ml-latest-small").directory(None)
+    for directory in (tmp_path, tmp_path / "data" / "ml-latest-small"):
+        (directory / "events.parquet").touch()
+        with pytest.raises(ConfigError, match=r"without items.parquet; name the directory that holds them"):
+            get("ml-latest-small").directory(str(directory))
+        (directory / "items.parquet").touch()
     assert get("ml-latest-small").directory(None) == Path("data/ml-latest-small")
     assert get("ml-latest-small").directory(str(tmp_path)) == tmp_path
     assert get("synthetic").directory(None) is None

@@ -245,6 +245,15 @@ def test_a_complete_run_resumes_to_nothing(events: EventLog, tmp_path: Path) -> 
     assert result.evaluations["test"].tasks == done.evaluations["test"].tasks
 
 
+def test_resume_refuses_a_step_after_the_last(events: EventLog, tmp_path: Path) -> None:
+    make_trainer(events, dataclasses.replace(CONFIG, max_steps=4), checkpointer=Checkpointer(tmp_path)).run()
+    shorter = make_trainer(events, dataclasses.replace(CONFIG, max_steps=3), checkpointer=Checkpointer(tmp_path))
+    before = weights(shorter)
+    with pytest.raises(ValueError, match=r"Trainer\.resume: `step` must be at most `total_steps` \(3\), got 4"):
+        shorter.resume(4)
+    assert_same(weights(shorter), before)
+
+
 def test_resume_refuses_another_model(events: EventLog, tmp_path: Path) -> None:
     trainer = make_trainer(events, dataclasses.replace(CONFIG, max_steps=2), checkpointer=Checkpointer(tmp_path))
     trainer.run()

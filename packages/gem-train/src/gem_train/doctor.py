@@ -96,15 +96,17 @@ def format_diagnosis(diagnosis: Diagnosis) -> str:
         diagnosis: From `examine`.
     """
     lines = ["versions"]
-    lines += [f"  {name:<20} {version}" for name, version in diagnosis.versions.items()]
+    width = max((len(name) for name in diagnosis.versions), default=0)
+    lines += [f"  {name:<{width}}  {version}" for name, version in diagnosis.versions.items()]
     lines += ["", "devices"]
     lines += [f"  {name}" for name in diagnosis.devices] or [f"  no GPU; CPU {platform.machine()}"]
     lines += ["", "features"]
+    width = max((len(finding.feature) for finding in diagnosis.findings), default=0)
     for finding in diagnosis.findings:
         mark = "ok " if finding.available else "NO "
-        lines.append(f"  {mark} {finding.feature:<22} {finding.reason}")
+        lines.append(f"  {mark} {finding.feature:<{width}}  {finding.reason}")
         if finding.remedy and not finding.available:
-            lines.append(f"      {'':<22} -> {finding.remedy}")
+            lines.append(f"      {'':<{width}}  -> {finding.remedy}")
     verdict = "a run on the CPU works" if diagnosis.works else "a run on the CPU does NOT work: mend what is marked NO"
     return "\n".join([*lines, "", verdict])
 

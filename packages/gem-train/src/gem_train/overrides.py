@@ -134,11 +134,25 @@ def _inner(changes: list[Change], root: Any) -> list[Change]:
 
 def _unknown(path: str, root: Any) -> ConfigError:
     names = list(field_values(root))
-    near = difflib.get_close_matches(path, names, n=4, cutoff=0.5)
-    last = path.rsplit(".", 1)[-1]
-    near += [name for name in names if name.rsplit(".", 1)[-1] == last and name not in near]
+    near = _abbreviated(path, names)
+    if not near:
+        near = difflib.get_close_matches(path, names, n=4, cutoff=0.5)
+        last = path.rsplit(".", 1)[-1]
+        near += [name for name in names if name.rsplit(".", 1)[-1] == last and name not in near]
     hint = f"the nearest are {', '.join(near)}" if near else f"the fields are {', '.join(names)}"
     return ConfigError(f"--set: there is no field `{path}`; {hint}")
+
+
+def _abbreviated(path: str, names: list[str]) -> list[str]:
+    """Fields that the last part of a path is short for, by the first letters of words: lr -> learning_rate."""
+    section, _, last = path.rpartition(".")
+    short = last.replace("_", "").lower()
+    if len(short) < 2:
+        return []
+    initials = {name: "".join(word[:1] for word in name.rpartition(".")[2].split("_")) for name in names}
+    near = [name for name in names if short in initials[name]]
+    # Those of the section that was named, and those without further words, come first.
+    return sorted(near, key=lambda name: (name.rpartition(".")[0] != section, initials[name] != short))[:4]
 
 
 def _parse(text: str, annotation: Any, path: str) -> Any:

@@ -80,7 +80,9 @@ class LineProgress:
             return
         self._last = now
         left = (now - self._begin) / max(1, step - self._start) * max(0, self._total - step)
-        self.say(f"step {step}/{self._total}  {_format(self._values)}  ETA {int(left) // 60}:{int(left) % 60:02d}")
+        # Before the first record there are no values.
+        parts = (f"step {step}/{self._total}", _format(self._values), f"ETA {int(left) // 60}:{int(left) % 60:02d}")
+        self.say("  ".join(part for part in parts if part))
 
     def values(self, values: Mapping[str, float | None]) -> None:
         """Keeps the values for the next line."""

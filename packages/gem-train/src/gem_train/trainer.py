@@ -250,10 +250,16 @@ class Trainer:
             step: Which checkpoint.
 
         Raises:
+            ValueError: if the trainer ends before that step.
             CheckpointError: if it is damaged or of another model.
         """
         if self._checkpointer is None:
             raise ValueError("Trainer.resume: needs a checkpointer, got None; construct the trainer with one")
+        if step > self.total_steps:
+            raise ValueError(
+                f"Trainer.resume: `step` must be at most `total_steps` ({self.total_steps}), got {step}; "
+                "construct the trainer with more, or resume an earlier checkpoint"
+            )
         tensors = self._tensors()
         mine = f"rng.rank_{self._world.rank}."
         state = self._checkpointer.load(step, tensors, optional=("rng.",))

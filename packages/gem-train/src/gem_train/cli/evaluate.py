@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     # Weights do not depend on how they were spread, so that the layout is this command's and not the run's.
     layout = {name.removeprefix("parallel."): text for name, text in layout_assignments(args).items()}
     config = dataclasses.replace(config, parallel=apply_overrides(config.parallel.without_degrees(), layout))
-    config.parallel.dims(num_processes(args), num_experts=config.model.num_experts)
+    config.parallel.dims(num_processes(args), num_experts=config.model.num_experts, trained=True)
     if args.nproc != 1 and not is_worker():
         return start(args)
     world = join(args.device)

@@ -136,7 +136,10 @@ def _add_train(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser.add_argument("--steps", type=int, metavar="N", help="stop after N steps; same as trainer.max_steps")
     parser.add_argument("--seed", type=int, metavar="S", help="same as trainer.seed")
     parser.add_argument(
-        "--compare", metavar="RUN_DIR", help="print another run's scores beside (default: runs/RECIPE, if it exists)"
+        "--compare",
+        metavar="RUN_DIR",
+        help="print another run's scores beside (default, below fp32: a finished fp32 run of the recipe on the same "
+        "data, in runs/RECIPE or beside --out; one of as many steps comes first)",
     )
     parser.add_argument(
         "--set",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gem_train.cli.output import complain, say
@@ -43,8 +45,8 @@ def run_explain(args: argparse.Namespace) -> int:
     from gem_parallel.planner import explain, plan_record
     from gem_train.plan_text import format_plan
 
-    if args.picture is not None and not args.picture.endswith((".svg", ".png")):
-        raise ConfigError(f"--picture: the file must end with .svg or .png, got {args.picture!r}")
+    if args.picture is not None:
+        _check_picture(args.picture)
     inputs = _inputs(args)
     report = explain(
         inputs.model,
@@ -97,9 +99,55 @@ def run_sweep(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_picture(path: str) -> None:
+    """Refuses what no picture can be written to, before the plan is made and printed."""
+    if not path.endswith((".svg", ".png")):
+        raise ConfigError(f"--picture: the file must end with .svg or .png, got {path!r}")
+    directory = Path(path).parent
+    if not directory.is_dir():
+        raise ConfigError(f"--picture: the directory of the file must exist, got {path!r}; make {directory} first")
+    target = Path(path) if Path(path).exists() else directory
+    if Path(path).is_dir() or not os.access(target, os.W_OK):
+        raise ConfigError(f"--picture: must be a file that can be written, got {path!r}; name another")
+
+
+def _check_file(option: str, path: str, what: str) -> None:
+    if not Path(path).is_file() or not os.access(path, os.R_OK):
+        raise ConfigError(f"--{option}: must be a file that can be read, got {path!r}; name {what}")
+
+
+def _topology(path: str) -> Topology:
+    from gem_parallel import Topology
+
+    _check_file("topology", path, "a .json or .toml file of gem_parallel.Topology")
+    try:
+        return Topology.load(path)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"--topology {path}: {error}") from error
+
+
+def _rates(path: str | None) -> Hardware:
+    from gem_parallel.planner import Hardware
+
+    if path is None:
+        return Hardware.load()
+    _check_file("rates", path, "a .json file of measured rates")
+    try:
+        if not Path(path).read_text(encoding="utf-8").lstrip().startswith("{"):
+            raise ConfigError(
+                "--rates: the file must hold a JSON object, one field per rate, got something else in "
+                f"{path!r}; name a file of measured rates"
+            )
+        return Hardware.load(path)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"--rates {path}: {error}") from error
+
+
 def _inputs(args: argparse.Namespace) -> Inputs:
-    from gem_parallel import ParallelDims, Topology
-    from gem_parallel.planner import Hardware, Workload
+    from gem_parallel import ParallelDims
+    from gem_parallel.planner import Workload
     from gem_train import recipes
     from gem_train.overrides import parse_assignments
 
@@ -108,27 +156,17 @@ def _inputs(args: argparse.Namespace) -> Inputs:
         if value is not None and value < 1:
             raise ConfigError(f"--{name}: must be at least 1, got {value}")
     plan = recipes.get_plan(args.recipe)
-    cluster = Topology.load(args.topology) if args.topology else plan.topology if plan else None
+    cluster = _topology(args.topology) if args.topology else plan.topology if plan else None
     if cluster is None:
+        from gem_parallel import Topology
+
         cluster = Topology(hosts_per_zone=32, zones=32).resized(args.ranks or DEFAULT_RANKS)
     topology = cluster.resized(args.ranks) if args.ranks else cluster
     ranks = topology.num_gpus
-    if plan is not None:
-        if args.assignments or args.data:
-            raise ConfigError(f"--set and --data: recipe {plan.name} is numbers without data; leave them out")
-        model, workload, wanted = plan.describe(), plan.workload, plan.dims
-        if args.samples:
-            workload = replace(workload, samples_per_rank=args.samples)
-    else:
-        recipe = recipes.get(args.recipe)
-        log = recipe.load(recipe.directory(args.data))
-        config = recipes.RunConfig.resolve(recipe, log, parse_assignments(args.assignments))
-        samples = args.samples or max(1, -(-config.data.global_batch_size // ranks))
-        model = recipes.describe_run(config, log, samples, precision=args.precision or "bf16")
-        workload = Workload(samples_per_rank=samples, sparse_optimizer=config.sparse.kind)
-        wanted = ParallelDims(dp_replicate=1)
-    if args.location:
-        model = replace(model, tables=tuple(replace(table, location=args.location) for table in model.tables))
+    # Whatever the arguments alone decide comes before the data.
+    dims = _dims(args.dims, topology, plan.dims if plan else ParallelDims(dp_replicate=1))
+    hardware = _rates(args.rates)
+    assignments = parse_assignments(args.assignments)
     given: dict[str, Any] = {
         "gather_bytes": BYTES.get(args.gather),
         "reduce_bytes": BYTES.get(args.reduce),
@@ -138,8 +176,36 @@ def _inputs(args: argparse.Namespace) -> Inputs:
         "imbalance": args.imbalance,
         "contention": args.contention,
     }
-    workload = replace(workload, **{name: value for name, value in given.items() if value is not None})
-    return Inputs(model, topology, _dims(args.dims, topology, wanted), workload, Hardware.load(args.rates))
+    changes = {name: value for name, value in given.items() if value is not None}
+    replace(plan.workload if plan else Workload(samples_per_rank=1), **changes)  # checked here, used below
+    if plan is not None:
+        if args.assignments or args.data:
+            raise ConfigError(f"--set and --data: recipe {plan.name} is numbers without data; leave them out")
+        model, workload = plan.describe(), plan.workload
+        if args.samples:
+            workload = replace(workload, samples_per_rank=args.samples)
+    else:
+        recipe = recipes.get(args.recipe)
+        log = recipe.load(recipe.directory(args.data))
+        config = recipes.RunConfig.resolve(recipe, log, assignments)
+        if dims.ep > config.model.num_experts:
+            raise ConfigError(
+                f"--dims: each of the {dims.ep} ranks of ep needs an expert of its own in every layer, and the model "
+                f"has model.num_experts={config.model.num_experts}; add --set model.num_experts={dims.ep}, or leave "
+                "ep out"
+            )
+        samples = args.samples or max(1, -(-config.data.global_batch_size // ranks))
+        model = recipes.describe_run(config, log, samples, precision=args.precision or "bf16")
+        workload = Workload(samples_per_rank=samples, sparse_optimizer=config.sparse.kind)
+    if args.location:
+        model = replace(model, tables=tuple(replace(table, location=args.location) for table in model.tables))
+    if args.dims is not None:
+        try:
+            dims.check(topology)
+        except ValueError as error:
+            # Still explained: what it costs is the point.
+            complain(f"note: {error}")
+    return Inputs(model, topology, dims, replace(workload, **changes), hardware)
 
 
 def _dims(text: str | None, topology: Topology, wanted: ParallelDims) -> ParallelDims:
@@ -161,11 +227,4 @@ def _dims(text: str | None, topology: Topology, wanted: ParallelDims) -> Paralle
                 f"--dims: must be AXIS=N,... with axes {', '.join(DIM_AXES)} (the others follow), got {part!r}"
             )
         degrees[name] = int(value)
-    dims = ParallelDims.for_world(ranks, **degrees)
-    if text is not None:
-        try:
-            dims.check(topology)
-        except ValueError as error:
-            # Still explained: what it costs is the point.
-            complain(f"note: {error}")
-    return dims
+    return ParallelDims.for_world(ranks, **degrees)

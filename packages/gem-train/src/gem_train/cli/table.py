@@ -10,7 +10,7 @@ from gem_train.errors import ConfigError
 from gem_train.evaluation import Evaluation
 from gem_train.metrics_log import read_metrics
 
-__all__ = ["compare_runs", "final_scores", "format_table", "print_scores"]
+__all__ = ["compare_runs", "final_scores", "format_table", "print_scores", "trained_steps"]
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -84,14 +84,18 @@ def compare_runs(run_dir: Path, other: Path) -> None:
             a, b = values["ne"], theirs[task]["ne"]
             change = f"{100.0 * (a - b) / b:+.3f} %" if a is not None and b else None
             rows.append((task, a, b, change, values["auc"], theirs[task]["auc"]))
-    steps, other_steps = _steps(run_dir), _steps(other)
+    steps, other_steps = trained_steps(run_dir), trained_steps(other)
     note = "" if steps == other_steps else f" (of other length: {other_steps} steps there, {steps} here)"
     say(f"\ntest scores beside {other}{note}:")
     say(format_table(("task", "NE", f"NE {other.name}", "NE change", "AUC", f"AUC {other.name}"), rows))
 
 
-def _steps(run_dir: Path) -> int | None:
-    """Steps that a run trained for."""
+def trained_steps(run_dir: Path) -> int | None:
+    """Steps that a run trained for; None if it has not ended.
+
+    Args:
+        run_dir: Directory of the run.
+    """
     records = [record for record in read_metrics(run_dir) if record["phase"] in ("end", "test")]
     return max((int(record["step"]) for record in records), default=None)
 

@@ -15,7 +15,7 @@ import torch
 from gem_train.checkpoint import Checkpointer
 from gem_train.cli.output import complain, say
 from gem_train.cli.processes import INTERRUPTED, LAYOUT, describe_layout, layout_assignments, num_processes, start
-from gem_train.cli.table import compare_runs, final_scores, print_scores
+from gem_train.cli.table import compare_runs, final_scores, print_scores, trained_steps
 from gem_train.data import Scoreboard
 from gem_train.doctor import versions
 from gem_train.errors import ConfigError
@@ -55,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
         _data(args, recipe, old)
         _check_compare(args)
         assignments, note = _merged(given, old, num_processes(args))
-        _check_layout(assignments, num_processes(args))
+        _check_layout(assignments, num_processes(args), old)
+        if old is not None:
+            _check_steps(directory, assignments)
         if note is not None:
             complain(note)
         if args.nproc != 1:
@@ -192,7 +194,9 @@ def _assignments(args: argparse.Namespace) -> dict[str, str]:
     for name in flagged:
         if name in assignments:
             flag = {"trainer.max_steps": "steps"}.get(name, name.split(".")[-1].replace("_", "-"))
-            raise ConfigError(f"--{flag}: {name} is given with --set too; give it once")
+            raise ConfigError(
+                f"--{flag} {flagged[name]} and --set {name}={assignments[name]} are the same setting; give one of them"
+            )
     return assignments | flagged
 
 
@@ -208,7 +212,7 @@ def _merged(given: dict[str, str], old: RunRecord | None, processes: int) -> tup
     if not degrees or any(name.removeprefix("parallel.") in LAYOUT for name in given):
         return kept | given, None
     try:
-        _check_layout(old.assignments | given, processes)
+        _check_layout(old.assignments | given, processes, old)
     except ConfigError:
         layout = ", ".join(f"{name.removeprefix('parallel.')} {old.assignments[name]}" for name in sorted(degrees))
         where = "one process" if processes == 1 else f"{processes} processes"
@@ -216,18 +220,35 @@ def _merged(given: dict[str, str], old: RunRecord | None, processes: int) -> tup
     return old.assignments | given, None
 
 
-def _check_layout(assignments: dict[str, str], processes: int) -> None:
-    """Refuses degrees that do not fit, before anything is read or started."""
+def _check_steps(directory: RunDirectory, assignments: dict[str, str]) -> None:
+    """Refuses to continue a run that is longer already than it is to become."""
+    steps = assignments.get("trainer.max_steps", "")
+    latest = Checkpointer(directory.checkpoints).latest()
+    # What is no number is refused with the other fields.
+    if latest is not None and steps.isdecimal() and int(steps) < latest:
+        raise ConfigError(
+            f"--steps: must be at least {latest}, the step of the last checkpoint in {directory.path}, got {steps}; "
+            f"name a later step, or another directory with --out for a run of {steps} steps"
+        )
+
+
+def _check_layout(assignments: dict[str, str], processes: int, old: RunRecord | None) -> None:
+    """Refuses degrees and an engine that do not fit, before anything is read or started."""
     from gem_train.overrides import apply_overrides
     from gem_train.recipes import ParallelConfig
 
     # What is no number is refused with the other fields, when the recipe's settings are made.
     degrees = {axis: assignments[f"parallel.{axis}"] for axis in LAYOUT if f"parallel.{axis}" in assignments}
     degrees = {axis: text for axis, text in degrees.items() if text.isdecimal()}
+    engine = assignments.get("parallel.collectives")
+    if engine in ("nccl_zero_cta", "symm_mem_low_contention"):
+        degrees["collectives"] = engine
     experts = assignments.get("model.num_experts", "")
-    # A recipe's own number is not known before its data is.
-    num_experts = int(experts) if experts.isdecimal() else processes
-    apply_overrides(ParallelConfig(), degrees).dims(processes, num_experts=num_experts)
+    # A recipe's own number is not known before its data is, but a run has recorded it.
+    known = old.settings.get("model", {}).get("num_experts", processes) if old is not None else processes
+    num_experts = int(experts) if experts.isdecimal() else int(known)
+    config = apply_overrides(ParallelConfig(), degrees)
+    config.dims(processes, num_experts=num_experts, trained=old is not None)
 
 
 def _default_out(recipe: str, precision: str | None) -> Path:
@@ -235,21 +256,26 @@ def _default_out(recipe: str, precision: str | None) -> Path:
 
 
 def _full_precision_run(directory: RunDirectory, record: RunRecord) -> Path | None:
-    """A finished fp32 run of the recipe, where it lies by default or beside this one, to judge low precision by."""
+    """A finished fp32 run of the recipe, where it lies by default or beside this one, to judge low precision by.
+
+    The first of as many steps as this one, or else the first, whose other length is said with its scores.
+    """
     if record.precision == "fp32":
         return None
+    found: list[Path] = []
     for path in (_default_out(record.recipe, None), *sorted(directory.path.parent.iterdir())):
         other = RunDirectory(path)
         if path.resolve() == directory.path.resolve() or not other.is_run():
             continue
         try:
-            found = other.read()
+            theirs = other.read()
             final_scores(path)
         except ConfigError:  # a run that is not finished, or not one of ours
             continue
-        if (found.recipe, found.precision, found.data) == (record.recipe, "fp32", record.data):
-            return path
-    return None
+        if (theirs.recipe, theirs.precision, theirs.data) == (record.recipe, "fp32", record.data):
+            found.append(path)
+    steps = trained_steps(directory.path)
+    return next((path for path in found if trained_steps(path) == steps), found[0] if found else None)
 
 
 def _device_name(device: torch.device) -> str:

@@ -26,6 +26,7 @@ RECIPE = Recipe(
     summary="MovieLens, 2,149 users, like (rating >= 4) and favourite (rating = 5); the user brings the data",
     load=_load,
     data_dir="data/ml-latest-2149u",
+    files=("events.parquet", "items.parquet"),
     model=_model,
     trainer=TrainerConfig(
         learning_rate=1e-3,

@@ -26,6 +26,7 @@ RECIPE = Recipe(
     summary="MovieLens ml-latest-small, like (rating >= 4) and favourite (rating = 5); minutes on two CPU cores",
     load=_load,
     data_dir="data/ml-latest-small",
+    files=("events.parquet", "items.parquet"),
     model=_model,
     trainer=TrainerConfig(
         learning_rate=1e-3,

@@ -26,6 +26,7 @@ RECIPE = Recipe(
     summary="UCI Online Retail, the same customer buys the same item again within 60 days; the user brings the data",
     load=_load,
     data_dir="data/online-retail",
+    files=("events.parquet", "items.parquet"),
     model=_model,
     trainer=TrainerConfig(
         learning_rate=1e-3,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import os
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -67,15 +69,17 @@ class ParallelConfig:
                 "got False; set table_gather=tables"
             )
 
-    def dims(self, num_processes: int, *, num_experts: int = 1) -> ParallelDims:
+    def dims(self, num_processes: int, *, num_experts: int = 1, trained: bool = False) -> ParallelDims:
         """The axes over a number of processes; makes no process group.
 
         Args:
             num_processes: Ranks of the run.
             num_experts: Experts of each layer of the model.
+            trained: The model has weights already, so that it can be given no more experts.
 
         Raises:
-            ConfigError: if the degrees do not fit, with the nearest ones that do.
+            ConfigError: if the degrees do not fit, with the nearest ones that do; or if `collectives` names an engine
+                for ranks that share neither parameters nor experts.
         """
         dense = {
             "dp_replicate": self.dp_replicate,
@@ -83,26 +87,40 @@ class ParallelConfig:
             "ep": self.ep,
         }
         shards = self.sparse_shard or max(1, num_processes // self.sparse_replicate)
-        ranks = dense["dp_replicate"] * dense["dp_shard"] * dense["ep"]
-        copies = self.sparse_replicate if ranks % self.sparse_replicate == 0 else 1
+        sparse = {"sparse_replicate": self.sparse_replicate, "sparse_shard": shards}
+        hosts = _hosts(num_processes)
+        ranks_shown = "1 process" if num_processes == 1 else f"{num_processes} processes"
+        for degrees in (dense, sparse):
+            product = math.prod(degrees.values())
+            if product != num_processes:
+                raise ConfigError(
+                    f"{self._flags()} on {ranks_shown}: {' * '.join(degrees)} = "
+                    f"{' * '.join(map(str, degrees.values()))} = {product} must be the number of processes, got "
+                    f"{num_processes}; nearest: {_nearest(degrees, hosts)}"
+                )
         try:
-            # With sparse axes that fit, so that a dense layout which does not is refused for its own reason.
-            plain = ParallelDims(**dense, sparse_replicate=copies, sparse_shard=ranks // copies)
-            plain.check(_hosts(num_processes))
-            found = ParallelDims(**dense, sparse_replicate=self.sparse_replicate, sparse_shard=shards)
+            found = ParallelDims(**dense, **sparse)
+            found.check(hosts)
         except ValueError as error:
-            ranks_shown = "1 process" if num_processes == 1 else f"{num_processes} processes"
             raise ConfigError(f"{self._flags()} on {ranks_shown}: {error}") from error
-        if self.ep > num_experts:
+        if self.ep > max(1, num_experts):  # the model itself refuses less than one
+            remedy = "" if trained else f"add --set model.num_experts={self.ep}, or "
             raise ConfigError(
                 f"--ep: each of the {self.ep} ranks needs an expert of its own in every layer, and the model has "
-                f"model.num_experts={num_experts}; add --set model.num_experts={self.ep}, or leave --ep out"
+                f"model.num_experts={num_experts}; {remedy}leave --ep out"
+            )
+        if self.collectives != "default" and found.dp_shard * found.ep == 1:
+            raise ConfigError(
+                f"--set parallel.collectives={self.collectives}: an engine serves ranks that share dense parameters or "
+                f"experts, so dp_shard * ep must be above 1, got 1 on {ranks_shown}; leave it out, or set it to default"
             )
         return found
 
     def without_degrees(self) -> ParallelConfig:
-        """The same with the default layout, which fits any number of processes."""
-        return dataclasses.replace(self, dp_replicate=1, dp_shard=None, ep=1, sparse_replicate=1, sparse_shard=None)
+        """The same with the default layout and engine, which fit any number of processes."""
+        return dataclasses.replace(
+            self, dp_replicate=1, dp_shard=None, ep=1, sparse_replicate=1, sparse_shard=None, collectives="default"
+        )
 
     def _flags(self) -> str:
         given = [(name, getattr(self, name)) for name in AXES if getattr(self, name) not in (None, 1)]
@@ -123,6 +141,26 @@ def _hosts(num_processes: int) -> Topology:
     if num_processes % local:
         local = num_processes
     return Topology(gpus_per_host=local, hosts_per_zone=num_processes // local)
+
+
+def _nearest(degrees: dict[str, int], hosts: Topology) -> str:
+    """Flags of up to three layouts over all ranks, the smallest change of factors first."""
+    inside = ("ep", "sparse_replicate")  # these stay inside a host
+    count = hosts.num_gpus
+    divisors = [degree for degree in range(1, count + 1) if count % degree == 0]
+    found = [
+        each
+        for each in itertools.product(divisors, repeat=len(degrees))
+        if math.prod(each) == count
+        and all(name not in inside or hosts.tier_of(n) == "host" for name, n in zip(degrees, each, strict=True))
+        # Experts are not asked of a model because of its other degrees.
+        and (degrees.get("ep") != 1 or each[-1] == 1)
+    ]
+    found.sort(key=lambda each: sum(abs(math.log(n / m)) for n, m in zip(each, degrees.values(), strict=True)))
+    shown = [
+        " ".join(f"--{name.replace('_', '-')} {n}" for name, n in zip(degrees, each, strict=True)) for each in found[:3]
+    ]
+    return ", or ".join(shown)
 
 
 def spread(model: nn.Module, config: ParallelConfig, mesh: ParallelMesh) -> nn.Module:

@@ -65,6 +65,8 @@ class Recipe:
     """The optimizer of the tables."""
     reference_task: str
     """Task that the reference scores are for."""
+    files: tuple[str, ...] = ()
+    """Files that the data directory must hold."""
     reference: Scoreboard | None = None
     """Test scores of other predictors, and the split that they were measured on."""
 
@@ -99,7 +101,7 @@ class Recipe:
             The directory, or None for generated data.
 
         Raises:
-            ConfigError: if data is needed and the directory is missing.
+            ConfigError: if data is needed and the directory or one of its files is missing.
         """
         if self.data_dir is None:
             if given is not None:
@@ -107,8 +109,14 @@ class Recipe:
             return None
         path = Path(given if given is not None else self.data_dir)
         if not path.is_dir():
-            remedy = "name the directory with its events.parquet" if given else "name its directory with --data DIR"
+            remedy = f"name the directory with its {' and '.join(self.files)}" if given else "name it with --data DIR"
             raise ConfigError(f"--data: the directory of {self.name} must exist, got {str(path)!r}; {remedy}")
+        missing = [name for name in self.files if not (path / name).is_file()]
+        if missing:
+            raise ConfigError(
+                f"--data: the directory of {self.name} must hold {' and '.join(self.files)}, got {str(path)!r} without "
+                f"{' and '.join(missing)}; name the directory that holds them with --data DIR"
+            )
         return path
 
 
