@@ -204,6 +204,9 @@ def test_set_learning_rate(kind):
     assert not torch.equal(slow.state_dict()["tables.t.weight"], before)
     with pytest.raises(ValueError, match=r"set_learning_rate: `learning_rate` .*got -1"):
         slow.set_learning_rate(-1.0)
+    for wrong, name in (("x", "str 'x'"), (None, "NoneType None"), (True, "bool True"), (torch.tensor(0.1), "Tensor")):
+        with pytest.raises(TypeError, match=f"set_learning_rate: `learning_rate` must be a number, got {name}"):
+            slow.set_learning_rate(wrong)
 
 
 def test_exchange_may_run_ahead():

@@ -75,5 +75,5 @@ def test_lost_rank_is_named(ranks, replicas, phase, stuck):
 
 
 def test_timeout_is_checked():
-    with pytest.raises(ValueError, match="`timeout_s` must be above 0, got 0"):
+    with pytest.raises(ValueError, match="`timeout_s` must be finite and above 0, got 0"):
         make(CASE, timeout_s=0)

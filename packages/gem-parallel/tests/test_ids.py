@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from gem_parallel import FeatureConfig, ShardedEmbeddings, SparseOptimizerConfig, TableConfig
+from gem_parallel import FeatureConfig, ParallelMesh, ShardedEmbeddings, SparseOptimizerConfig, TableConfig
+from gem_parallel._src.embeddings import build as build_source
 from gem_parallel._src.embeddings import hashing
 from gem_parallel._src.embeddings import plan as plan_source
 from gem_parallel._src.embeddings.hashing import hash_ids
@@ -203,7 +204,10 @@ TABLE = {"name": "t", "num_rows": 4, "dim": 8}
     [
         ({"dim": 6}, ValueError, "`dim` must be a multiple of 4 .* got 6; use 8"),
         ({"dim": 1028}, ValueError, "`dim` must be at most 1024 .* got 1028; split the columns over 2 tables"),
-        ({"dim": 0}, ValueError, "`dim` must lie in"),
+        ({"dim": 0}, ValueError, r"`dim` must be a multiple of 4 in \[4, 1024\], got 0"),
+        ({"dim": 4.0}, TypeError, "`dim` must be an int, got float"),
+        ({"init_std": "x"}, TypeError, "TableConfig 't': `init_std` must be a number, got str 'x'"),
+        ({"init_std": True}, TypeError, "`init_std` must be a number, got bool True"),
         ({"num_rows": 0}, ValueError, r"`num_rows` must lie in \[1, 1152921504606846976\], got 0"),
         ({"hashed": 1}, TypeError, "`hashed` must be a bool, got int"),
         ({"num_rows": 1.5}, TypeError, "`num_rows` must be an int, got float"),
@@ -225,12 +229,21 @@ def test_table_refuses(changes, error, text):
         ({"learning_rate": float("nan")}, "`learning_rate` must be finite"),
         ({"eps": 0.0}, "`eps` must be finite and above 0"),
         ({"beta1": 1.0}, r"`beta1` must lie in \[0, 1\), got 1.0"),
+        ({"kind": "sgd", "beta1": 0.5}, "`beta1` must be left out for kind 'sgd', .*got 0.5; use kind='adam'"),
+        ({"beta2": 0.5}, "`beta2` must be left out for kind 'rowwise_adagrad'"),
         ({"kind": "sgd", "weight_decay": 0.1}, "`weight_decay` must be 0 for kind 'sgd', got 0.1"),
     ],
 )
 def test_optimizer_refuses(arguments, text):
     with pytest.raises(ValueError, match=text):
         SparseOptimizerConfig(**arguments)
+
+
+@pytest.mark.parametrize("argument", ["learning_rate", "eps", "beta1", "beta2", "weight_decay"])
+@pytest.mark.parametrize(("value", "name"), [(True, "bool True"), ("0.1", "str '0.1'"), (None, "NoneType None")])
+def test_optimizer_takes_numbers(argument, value, name):
+    with pytest.raises(TypeError, match=f"SparseOptimizerConfig: `{argument}` must be a number, got {name}"):
+        SparseOptimizerConfig(kind="adam", **{argument: value})
 
 
 def test_optimizer_defaults():
@@ -255,6 +268,13 @@ def test_optimizer_defaults():
             "`weight_dtype` must be torch.float32, torch.float16 or .*got torch.float64",
         ),
         (["t"], [], {"device": "meta"}, "`device` must be a CPU or CUDA device, got meta"),
+        (["t"], [], {"device": "cupu"}, "`device` must name a device as in 'cpu' or 'cuda:0', got 'cupu'"),
+        (["t"], [], {"device": "cuda:99"}, "`device` must be one that torch sees.*got cuda:99; use device='cpu'"),
+        (["t"], [], {"weight_dtype": "float32"}, "`weight_dtype` must be .*got 'float32'"),
+        (["t"], [], {"seed": -1}, r"`seed` must lie in \[0, 9223372036854775807\], got -1"),
+        (["t"], [], {"seed": 2**70}, "`seed` must lie in"),
+        (["t"], [], {"timeout_s": float("inf")}, "`timeout_s` must be finite and above 0, got inf"),
+        (["t"], [], {"timeout_s": float("nan")}, "`timeout_s` must be finite and above 0, got nan"),
     ],
 )
 def test_module_refuses(tables, features, options, text):
@@ -267,6 +287,48 @@ def test_module_refuses(tables, features, options, text):
         )
     with pytest.raises(ValueError, match="`pooling` must be one of sum, mean, none, got 'max'"):
         FeatureConfig(name="f", table="t", pooling="max")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"tables": ["item"]}, r"`tables\[0\]` must be a TableConfig, got str"),
+        ({"tables": TableConfig(**TABLE)}, "`tables` must be a sequence of TableConfig, got TableConfig; pass a list"),
+        ({"tables": "item"}, "`tables` must be a sequence of TableConfig, got str"),
+        ({"features": {"f": "t"}}, "`features` must be a sequence of FeatureConfig, got dict"),
+        ({"features": [TableConfig(**TABLE)]}, r"`features\[0\]` must be a FeatureConfig, got TableConfig"),
+        ({"optimizer": None}, "`optimizer` must be a SparseOptimizerConfig, got NoneType"),
+        ({"optimizer": "adam"}, "`optimizer` must be a SparseOptimizerConfig, got str"),
+        ({"mesh": 2}, "`mesh` must be a DeviceMesh or None, got int; pass `.sparse`"),
+        (
+            {"mesh": object.__new__(ParallelMesh)},
+            "`mesh` must be a DeviceMesh or None, got ParallelMesh; pass `.sparse`",
+        ),
+        ({"device": 0}, "`device` must be a torch.device or a str, got int 0"),
+        ({"timeout_s": "3"}, "`timeout_s` must be a number, got str '3'"),
+        ({"timeout_s": True}, "`timeout_s` must be a number, got bool True"),
+        ({"seed": 1.5}, "`seed` must be an int, got float"),
+        ({"seed": "x"}, "`seed` must be an int, got str"),
+        ({"keep_gathered": "no"}, "`keep_gathered` must be a bool, got str 'no'"),
+        ({"measure_updates": 1}, "`measure_updates` must be a bool, got int 1"),
+    ],
+)
+def test_module_refuses_other_kinds(options, text):
+    good = {"tables": [TableConfig(**TABLE)], "features": [], "optimizer": SparseOptimizerConfig()}
+    with pytest.raises(TypeError, match=f"ShardedEmbeddings: {text}"):
+        ShardedEmbeddings(**{**good, **options})
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, MemoryError, torch.OutOfMemoryError])
+def test_tables_that_do_not_fit_are_named(monkeypatch, kind):
+    def full(**options):
+        raise kind("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(build_source, "CombinedEngine", full)
+    expected = torch.OutOfMemoryError if kind is torch.OutOfMemoryError else RuntimeError
+    text = "the tables of dim 8 must fit on cpu, got 128 bytes of weights.*'t' 4 x 8.*fewer rows.*can't allocate memory"
+    with pytest.raises(expected, match=text):
+        ShardedEmbeddings([TableConfig(**TABLE)], [], optimizer=SparseOptimizerConfig())
 
 
 def test_rows_of_one_rank_are_limited():

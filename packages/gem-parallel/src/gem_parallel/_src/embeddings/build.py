@@ -63,7 +63,32 @@ def shares_rows(group: Group, num_shards: int, num_replicas: int, storage: Stora
 
 
 def make_engines(group: Group, shard_rank: int, replica_rank: int, storage: Storage) -> list[Engine]:
-    """The engines of one group, in order of table, for the rows that this rank keeps."""
+    """The engines of one group, in order of table, for the rows that this rank keeps.
+
+    Raises:
+        RuntimeError: the device has no room for them (``torch.OutOfMemoryError`` where torch raises it).
+    """
+    try:
+        return _make_engines(group, shard_rank, replica_rank, storage)
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "alloc" not in str(error):
+            raise
+        sizes = [
+            (end - start, shard.dim, shard.config.name)
+            for shard in group.tables
+            for start, end in [shard.slice_of(shard_rank, replica_rank)]
+        ]
+        largest = ", ".join(f"{name!r} {rows} x {dim}" for rows, dim, name in sorted(sizes, reverse=True)[:3])
+        size = sum(rows * dim for rows, dim, _ in sizes) * storage.weight_dtype.itemsize
+        kind = torch.OutOfMemoryError if isinstance(error, torch.OutOfMemoryError) else RuntimeError
+        raise kind(
+            f"ShardedEmbeddings: the tables of dim {group.dim} must fit on {storage.device}, got {size} bytes of "
+            f"weights besides the optimizer's moments (largest: {largest}); use fewer rows, more ranks, or on CUDA "
+            f"location='uvm' ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no text'})"
+        ) from error
+
+
+def _make_engines(group: Group, shard_rank: int, replica_rank: int, storage: Storage) -> list[Engine]:
     kept = [shard.slice_of(shard_rank, replica_rank) for shard in group.tables]
     optimizer, weight_dtype, device = storage.optimizer, storage.weight_dtype, storage.device
     if group.joint or needs_torch_engine(optimizer, weight_dtype, device):

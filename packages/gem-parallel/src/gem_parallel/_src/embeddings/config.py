@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, get_args
 
 __all__ = [
@@ -18,7 +19,6 @@ __all__ = [
     "SparseOptimizerConfig",
     "TableConfig",
     "TableMemory",
-    "check_configs",
     "check_memory",
 ]
 
@@ -56,11 +56,21 @@ def check_name(owner: str, argument: str, value: object) -> None:
         raise ValueError(f"{owner}: `{argument}` must be a non-empty name without outer blanks, got {value!r}")
 
 
-def check_integer(owner: str, argument: str, value: object, low: int, high: int) -> None:
+def check_integer(owner: str, argument: str, value: object, low: int | None = None, high: int | None = None) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{owner}: `{argument}` must be an int, got {type(value).__name__}")
-    if not low <= value <= high:
+    if low is not None and high is not None and not low <= value <= high:
         raise ValueError(f"{owner}: `{argument}` must lie in [{low}, {high}], got {value}")
+
+
+def check_number(owner: str, argument: str, value: object) -> None:
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(f"{owner}: `{argument}` must be a number, got {type(value).__name__} {value!r}")
+
+
+def check_flag(owner: str, argument: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{owner}: `{argument}` must be a bool, got {type(value).__name__} {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +137,9 @@ class TableConfig:
         check_name("TableConfig", "name", self.name)
         owner = f"TableConfig {self.name!r}"
         check_integer(owner, "num_rows", self.num_rows, 1, MAX_ROWS)
-        check_integer(owner, "dim", self.dim, 1, 2**31 - 1)
+        check_integer(owner, "dim", self.dim)
+        if self.dim < 1:
+            raise ValueError(f"{owner}: `dim` must be a multiple of 4 in [4, {MAX_DIM}], got {self.dim}")
         if self.dim % 4 != 0:
             raise ValueError(
                 f"{owner}: `dim` must be a multiple of 4 (fbgemm moves rows in vectors of 4), got {self.dim}; "
@@ -140,10 +152,11 @@ class TableConfig:
                 f"split the columns over {parts} tables and concatenate their outputs"
             )
         check_choice(owner, "placement", self.placement, get_args(Placement))
-        if not isinstance(self.hashed, bool):
-            raise TypeError(f"{owner}: `hashed` must be a bool, got {type(self.hashed).__name__}")
-        if self.init_std is not None and not (math.isfinite(self.init_std) and self.init_std >= 0):
-            raise ValueError(f"{owner}: `init_std` must be finite and at least 0, got {self.init_std}")
+        check_flag(owner, "hashed", self.hashed)
+        if self.init_std is not None:
+            check_number(owner, "init_std", self.init_std)
+            if not (math.isfinite(self.init_std) and self.init_std >= 0):
+                raise ValueError(f"{owner}: `init_std` must be finite and at least 0, got {self.init_std}")
         check_memory(owner, self.location, self.cache_load_factor, self.cache_algorithm)
 
     @property
@@ -196,7 +209,7 @@ class SparseOptimizerConfig:
     learning_rate: float = 0.01
     """Step size; later ones through ``ShardedEmbeddings.set_learning_rate``."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the root of the second moment, which sgd does not have."""
     beta1: float = 0.9
     """Decay of Adam's first moment, per training lookup that names the row."""
     beta2: float = 0.999
@@ -207,6 +220,8 @@ class SparseOptimizerConfig:
     def __post_init__(self) -> None:
         owner = "SparseOptimizerConfig"
         check_choice(owner, "kind", self.kind, get_args(OptimizerKind))
+        for argument in ("learning_rate", "eps", "beta1", "beta2", "weight_decay"):
+            check_number(owner, argument, getattr(self, argument))
         for argument in ("learning_rate", "weight_decay"):
             value = getattr(self, argument)
             if not (math.isfinite(value) and value >= 0):
@@ -219,29 +234,15 @@ class SparseOptimizerConfig:
             value = getattr(self, argument)
             if not 0 <= value < 1:
                 raise ValueError(f"{owner}: `{argument}` must lie in [0, 1), got {value}")
+        for argument, default in (("beta1", 0.9), ("beta2", 0.999)):
+            value = getattr(self, argument)
+            if value != default and self.kind != "adam":
+                raise ValueError(
+                    f"{owner}: `{argument}` must be left out for kind {self.kind!r}, which has no such moment, got "
+                    f"{value}; use kind='adam'"
+                )
         if self.weight_decay and self.kind not in ("adam", "rowwise_adagrad"):
             raise ValueError(
                 f"{owner}: `weight_decay` must be 0 for kind {self.kind!r}, got {self.weight_decay}; "
                 "fbgemm decays weights under adam and rowwise_adagrad only"
-            )
-
-
-def check_configs(tables: Sequence[TableConfig], features: Sequence[FeatureConfig]) -> None:
-    """Raise unless names are unique and every feature names a table."""
-    if not tables:
-        raise ValueError("ShardedEmbeddings: `tables` must hold at least one TableConfig, got none")
-    for argument, configs in (("tables", tables), ("features", features)):
-        seen: set[str] = set()
-        for config in configs:
-            if config.name in seen:
-                raise ValueError(
-                    f"ShardedEmbeddings: names in `{argument}` must be unique, got {config.name!r} twice; rename one"
-                )
-            seen.add(config.name)
-    names = {table.name for table in tables}
-    for feature in features:
-        if feature.table not in names:
-            raise ValueError(
-                f"ShardedEmbeddings: feature {feature.name!r} must name a table of `tables`, got {feature.table!r}; "
-                f"the tables are {', '.join(sorted(names))}"
             )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, SupportsIndex, get_args
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from gem_parallel._src.embeddings.arguments import check_configs, check_options, resolve_device
 from gem_parallel._src.embeddings.build import Storage, make_engines, make_store, shares_rows
 from gem_parallel._src.embeddings.combined_engine import CombinedEngine
 from gem_parallel._src.embeddings.config import (
@@ -19,8 +20,7 @@ from gem_parallel._src.embeddings.config import (
     IdPolicy,
     SparseOptimizerConfig,
     TableConfig,
-    check_choice,
-    check_configs,
+    check_number,
 )
 from gem_parallel._src.embeddings.engine import Engine
 from gem_parallel._src.embeddings.exchange import Exchanger
@@ -38,7 +38,6 @@ from gem_parallel._src.embeddings.state import LocalTable, load_tables, save_tab
 from gem_parallel._src.embeddings.stores import ShardedStore, Store, Update
 from gem_parallel._src.embeddings.transfer import DeviceVector
 from gem_parallel._src.embeddings.update_norm import UpdateMeter
-from gem_parallel._src.embeddings.wire import WIRE_DTYPES
 from gem_parallel._src.engine_report import require_fbgemm
 
 __all__ = ["ShardedEmbeddings"]
@@ -68,7 +67,7 @@ class ShardedEmbeddings(nn.Module):
             start equal and that nothing keeps equal.
         device: Where the tables live and ids are expected; default: the mesh's device type, else the CPU. ``to()`` does
             not move tables.
-        seed: Initial weights depend on (seed, table name, row) only, not on the ranks.
+        seed: Initial weights depend on (seed, table name, row) only, not on the ranks; in [0, 2^63).
         weight_dtype: float32, float16 or bfloat16. Outputs and moments are float32. fbgemm rounds float16 weights
             stochastically on CUDA and to the nearest on the CPU; bfloat16 weights are rounded stochastically
             everywhere, by random bits that depend on (seed, table name, row, column, step) only.
@@ -114,30 +113,25 @@ class ShardedEmbeddings(nn.Module):
     ) -> None:
         super().__init__()
         check_configs(tables, features)
-        check_choice("ShardedEmbeddings", "id_policy", id_policy, ("error", "drop", "clamp"))
-        if weight_dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise ValueError(
-                "ShardedEmbeddings: `weight_dtype` must be torch.float32, torch.float16 or torch.bfloat16, "
-                f"got {weight_dtype}"
-            )
-        if wire_dtype not in WIRE_DTYPES:
-            raise ValueError(
-                f"ShardedEmbeddings: `wire_dtype` must be one of {', '.join(map(str, WIRE_DTYPES))}, got {wire_dtype}"
-            )
-        check_choice("ShardedEmbeddings", "gather", gather, get_args(Gather))
-        if keep_gathered and gather == "rows":
-            raise ValueError(
-                "ShardedEmbeddings: `keep_gathered` must be False with gather='rows', which gathers no tables, got True"
-            )
-        if timeout_s is not None and not timeout_s > 0:
-            raise ValueError(f"ShardedEmbeddings: `timeout_s` must be above 0, got {timeout_s}")
+        check_options(
+            optimizer=optimizer,
+            mesh=mesh,
+            seed=seed,
+            weight_dtype=weight_dtype,
+            id_policy=id_policy,
+            wire_dtype=wire_dtype,
+            gather=gather,
+            keep_gathered=keep_gathered,
+            timeout_s=timeout_s,
+            measure_updates=measure_updates,
+        )
         require_fbgemm("ShardedEmbeddings")
         self.tables = tuple(tables)
         self.features = tuple(features)
         self.optimizer = optimizer
         self.id_policy = id_policy
         self.wire_dtype = wire_dtype
-        self.device = _resolve_device(device, mesh)
+        self.device = resolve_device(device, mesh)
         several = mesh is not None and needs_exchange(mesh)
         if mesh is not None and several:
             choices = (optimizer, seed, weight_dtype, id_policy, wire_dtype, gather, keep_gathered, measure_updates)
@@ -362,7 +356,13 @@ class ShardedEmbeddings(nn.Module):
         return found
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the sparse optimizer's step size, from the next lookup on."""
+        """Set the sparse optimizer's step size, from the next lookup on; equal on all ranks, which is not compared.
+
+        Raises:
+            TypeError, ValueError: no number, or one that is negative or not finite.
+        """
+        check_number("set_learning_rate", "learning_rate", learning_rate)
+        learning_rate = float(learning_rate)
         if not learning_rate >= 0 or learning_rate == float("inf"):
             raise ValueError(f"set_learning_rate: `learning_rate` must be finite and at least 0, got {learning_rate}")
         self._learning_rate = learning_rate
@@ -550,17 +550,6 @@ def _shape_of(mesh: DeviceMesh) -> tuple[int, int]:
         replicas = mesh.size(names.index("sparse_replicate"))
         return mesh.size() // replicas, replicas
     return mesh.size(), 1
-
-
-def _resolve_device(device: torch.device | str | None, mesh: DeviceMesh | None) -> torch.device:
-    if device is None:
-        device = mesh.device_type if mesh is not None else "cpu"
-    resolved = torch.device(device)
-    if resolved.type not in ("cpu", "cuda"):
-        raise ValueError(f"ShardedEmbeddings: `device` must be a CPU or CUDA device, got {resolved}")
-    if resolved.type == "cuda" and resolved.index is None:
-        resolved = torch.device("cuda", torch.cuda.current_device())
-    return resolved
 
 
 def needs_exchange(mesh: DeviceMesh) -> bool:
