@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from precision_measures import stored
+from precision_measures import stored, uneven
 from torch import Tensor, nn
 
 from gem_kernels import block_attention, gdpa, jagged_attention
@@ -29,12 +29,6 @@ def rotary_table(rows: int, dim: int) -> Tensor:
 
 def rising_times(rows: int) -> Tensor:
     return 1_700_000_000 + torch.arange(rows) * 11
-
-
-def uneven(x: Tensor) -> Tensor:
-    """Rows of sizes 1 to 2**-10, falling and rising: the scale of a block tells which rows are in it."""
-    rows = torch.arange(x.shape[0])
-    return x * torch.exp2(-((rows % 80) - 40).abs() / 4).to(x.dtype)[:, None, None]
 
 
 @dataclass(frozen=True, kw_only=True)
