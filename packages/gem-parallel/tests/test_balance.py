@@ -123,7 +123,7 @@ def test_fit_leaves_out_what_would_be_negative():
         (lambda: LengthCost(linear={"a": -1.0}), r"`linear\['a'\]` must be finite and at least 0, got -1.0"),
         (
             lambda: LengthCost.fit({"a": torch.tensor([1, 2])}, torch.ones(2)),
-            "at least 3 samples for 1 sequences, got 2",
+            r"at least 3 samples, 1 \+ 2 \* sequences with 1 sequences, got \(2,\)",
         ),
         (lambda: LengthCost.fit({"a": torch.ones(3)}, torch.zeros(3)), "must grow with `lengths` or be above 0"),
     ],
@@ -131,6 +131,68 @@ def test_fit_leaves_out_what_would_be_negative():
 def test_cost_refuses(call, text):
     with pytest.raises(ValueError, match=text):
         call()
+
+
+T = torch.tensor
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: LengthCost(constant="x"), TypeError, "`constant` must be a number, got str 'x'"),
+        (lambda: LengthCost(linear=3), TypeError, "`linear` must map sequences to coefficients, got int"),
+        (
+            lambda: LengthCost(quadratic={1: 2.0}),
+            TypeError,
+            "`quadratic` must have names of sequences as its keys, got int",
+        ),
+        (lambda: LengthCost(linear={"a": None}), TypeError, r"`linear\['a'\]` must be a number, got NoneType"),
+        (lambda: LengthCost(constant=True), TypeError, "must be a number, got bool"),
+        (
+            lambda: LengthCost(constant=1.0)([1]),
+            TypeError,
+            "LengthCost: `lengths` must map sequences to tensors, got list",
+        ),
+        (lambda: LengthCost(constant=1.0)({}), ValueError, "LengthCost: `lengths` must hold at least one sequence"),
+        (lambda: LengthCost(constant=1.0)({"a": [1]}), TypeError, r"`lengths\['a'\]` must be a tensor, got list"),
+        (
+            lambda: LengthCost.fit({"a": [1, 2, 3]}, torch.ones(3)),
+            TypeError,
+            r"`lengths\['a'\]` must be a tensor, got list",
+        ),
+        (
+            lambda: LengthCost.fit({"a": torch.ones(3)}, [1.0, 2.0, 3.0]),
+            TypeError,
+            "`flops` must be a tensor, got list",
+        ),
+        (lambda: LengthCost.fit({}, torch.ones(3)), ValueError, "LengthCost.fit: `lengths` must hold at least one"),
+        (
+            lambda: LengthCost.fit({"a": torch.ones(3)}, T([1.0, float("nan"), 3.0])),
+            ValueError,
+            "got nan at position 1",
+        ),
+        (
+            lambda: LengthCost.fit({"a": T([1.0, 2.0, float("inf")])}, torch.ones(3)),
+            ValueError,
+            "got inf at position 2",
+        ),
+        (
+            lambda: LengthCost.fit({"a": torch.ones(3)}, torch.ones(3) + 0j),
+            ValueError,
+            "must hold real numbers, got torch.c",
+        ),
+        (lambda: LengthCost.fit({"a": T(1)}, T(1.0)), ValueError, "`lengths|flops"),
+    ],
+)
+def test_cost_refuses_other_kinds(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_fit_of_equal_samples_returns_their_cost():
+    lengths = {"a": torch.tensor([5, 5, 5, 5])}
+    found = LengthCost.fit(lengths, torch.full((4,), 60.0))
+    assert found(lengths).tolist() == pytest.approx([60.0] * 4, rel=1e-9)
 
 
 COST = LengthCost(linear={"a": 1.0})
@@ -159,6 +221,59 @@ COST = LengthCost(linear={"a": 1.0})
 def test_balance_refuses(lengths, cost, options, text):
     with pytest.raises(ValueError, match=text):
         balance_samples(lengths, cost, **options)
+
+
+ONE = {"a": torch.ones(2).long()}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "cost", "arguments", "error", "text"),
+    [
+        ({"a": [1, 2]}, COST, {}, TypeError, r"`lengths\['a'\]` must be a tensor, got list"),
+        ([1, 2], COST, {}, TypeError, "`lengths` must map sequences to tensors, got list"),
+        ({1: torch.ones(2).long()}, COST, {}, TypeError, "must have str as its keys, got 1"),
+        ({"a": T([True, False])}, COST, {}, ValueError, "must be integers of shape .* got torch.bool"),
+        ({"a": T([1j, 2j])}, COST, {}, ValueError, "must be integers of shape"),
+        (
+            {"a": T([1, -2])},
+            lambda lengths: torch.ones(2),
+            {},
+            ValueError,
+            r"`lengths\['a'\]` must be at least 0, got -2",
+        ),
+        (ONE, 3, {}, TypeError, "`cost` must be a function, got int"),
+        (ONE, lambda lengths: [1.0, 2.0], {}, TypeError, "`cost` must return a tensor, got list"),
+        (
+            ONE,
+            COST,
+            {"group": 3},
+            TypeError,
+            "`group` must be a process group, .* got int; pass torch.distributed.group",
+        ),
+        (ONE, COST, {"equal_counts": "no"}, TypeError, "`equal_counts` must be a bool, got 'no'"),
+        (ONE, COST, {"method": ["greedy"]}, ValueError, "`method` must be one of"),
+    ],
+)
+def test_balance_refuses_other_kinds(lengths, cost, arguments, error, text):
+    with pytest.raises(error, match="balance_samples: .*" + text):
+        balance_samples(lengths, cost, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("rows", "jagged", "text"),
+    [
+        ({"y": [1, 2]}, {}, r"`rows\['y'\]` must be a tensor, got list"),
+        ([1, 2], {}, "`rows` must map names to tensors, got list"),
+        ({}, torch.ones(3), "`jagged` must map names to tensors, got Tensor"),
+        ({}, {"a": torch.ones(4)}, r"`jagged\['a'\]` must be two tensors \(values, offsets\), got Tensor"),
+        ({}, {"a": (torch.ones(4), T([0, 3, 3, 4]), 1)}, r"got \(Tensor, Tensor, int\)"),
+        ({}, {"a": ([1.0] * 4, [0, 3, 3, 4])}, r"must be two tensors .* got \(list, list\)"),
+    ],
+)
+def test_move_refuses_other_kinds(rows, jagged, text):
+    assignment = balance_samples({"a": torch.tensor([3, 0, 1])}, COST)
+    with pytest.raises(TypeError, match="Assignment.move: .*" + text):
+        assignment.move(rows, jagged)
 
 
 def test_one_process():

@@ -149,3 +149,71 @@ def rank_bad_cost(rank, world_size, folder):
 def test_a_bad_cost_is_an_error_on_all_ranks(ranks):
     for text in ranks("rank_bad_cost", 2):
         assert "finite numbers of at least 0, got nan for lengths {'a': 2}" in text
+
+
+def rank_one_refuses(rank, world_size, folder):
+    """id -> error of this rank, where only rank 1 was given something else; nobody waits."""
+    group, lengths, cost = dist.group.WORLD, {"a": torch.tensor([1, 2])}, LengthCost(linear={"a": 1.0})
+    assignment = balance_samples(lengths, cost, group, method="none")
+    ones, offsets = torch.ones(3), torch.tensor([0, 1, 3])
+
+    def fails(lengths):
+        raise KeyError("no such table")
+
+    calls = {
+        "float lengths": lambda: balance_samples({"a": torch.ones(2)} if rank else lengths, cost, group),
+        "no lengths": lambda: balance_samples({} if rank else lengths, cost, group),
+        "a cost that fails": lambda: balance_samples(lengths, fails if rank else cost, group),
+        "a cost of another kind": lambda: balance_samples(lengths, 3 if rank else cost, group),
+        "names": lambda: balance_samples(
+            {"b" if rank else "a": torch.ones(2).long()}, lambda given: torch.ones(2), group
+        ),
+        "more names": lambda: balance_samples(lengths | ({"b": torch.ones(2).long()} if rank else {}), cost, group),
+        "method": lambda: balance_samples(lengths, cost, group, method="greedy" if rank else "none"),
+        "equal_counts": lambda: balance_samples(lengths, cost, group, equal_counts=rank == 1),
+        "rows": lambda: assignment.move({"x": torch.ones(3 if rank else 2)}),
+        "no tensors": lambda: assignment.move({} if rank else {"x": torch.ones(2)}),
+        "other names": lambda: assignment.move({"y" if rank else "x": torch.ones(2)}),
+        "other dtypes": lambda: assignment.move({"x": torch.ones(2).to(torch.float64 if rank else torch.float32)}),
+        "other shapes": lambda: assignment.move({"x": torch.ones(2, 1 + rank)}),
+        "jagged of another": lambda: assignment.move(
+            {}, {"a": (ones, offsets)} if rank else {"a": (ones.long(), offsets)}
+        ),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            found[name] = (type(error).__name__, str(error))
+    # After all of it the ranks are still in step.
+    assert len(balance_samples(lengths, cost, group).move({"x": torch.ones(2)}).rows["x"]) == 2
+    return found
+
+
+STOPS = "must be right on every rank of the group, and ranks [1] refused theirs"
+ONE_REFUSES = {
+    "float lengths": (STOPS, "must be integers of shape"),
+    "no lengths": (STOPS, "`lengths` must hold at least one sequence"),
+    "a cost that fails": (STOPS, "no such table"),
+    "a cost of another kind": (STOPS, "`cost` must be a function, got int"),
+    "names": ("names of `lengths` must be equal on all ranks of the group, got ['a'] here", "got ['b'] here"),
+    "more names": ("got ['a'] here and other on ranks [1]", "got ['a', 'b'] here and other on ranks [0]"),
+    "method": ("`method` must be equal on all ranks of the group, got none here", "got greedy here"),
+    "equal_counts": ("`equal_counts` must be equal on all ranks of the group, got False", "got True"),
+    "rows": (STOPS, "`rows['x']` must have one row for each of this rank's 2 samples"),
+    "no tensors": (STOPS, "must hold a tensor, got none"),
+    "other names": ("got x float32 [] here and others on ranks [1]", "got y float32 [] here and others on ranks [0]"),
+    "other dtypes": ("got x float32 [] here", "got x float64 [] here"),
+    "other shapes": ("got x float32 [1] here", "got x float32 [2] here"),
+    "jagged of another": ("got a (jagged) int64 [] here", "got a (jagged) float32 [] here"),
+}
+
+
+def test_what_one_rank_refuses_all_refuse(ranks):
+    results = ranks("rank_one_refuses", 2)
+    for name, texts in ONE_REFUSES.items():
+        for result, text in zip(results, texts, strict=True):
+            kind, said = result[name]
+            assert text in said, name
+            assert (kind == "RuntimeError") == (text == STOPS), name

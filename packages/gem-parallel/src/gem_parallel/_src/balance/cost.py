@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from gem_parallel._src.agree import check_number
+
 __all__ = ["LengthCost"]
 
 
@@ -25,12 +27,26 @@ class LengthCost:
     quadratic: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for argument in ("linear", "quadratic"):
+            given = getattr(self, argument)
+            if not isinstance(given, Mapping):
+                raise TypeError(
+                    f"LengthCost: `{argument}` must map sequences to coefficients, got {type(given).__name__}; "
+                    'pass {"history": 1.0}, for example'
+                )
+            for name in given:
+                if not isinstance(name, str):
+                    raise TypeError(
+                        f"LengthCost: `{argument}` must have names of sequences as its keys, got {type(name).__name__} "
+                        f"{name!r}; pass a str"
+                    )
         numbers = {"constant": self.constant}
         numbers |= {f"linear[{name!r}]": value for name, value in self.linear.items()}
         numbers |= {f"quadratic[{name!r}]": value for name, value in self.quadratic.items()}
         for name, value in numbers.items():
+            check_number("LengthCost", name, value)
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"LengthCost: `{name}` must be finite and at least 0, got {value}")
+                raise ValueError(f"LengthCost: `{name}` must be finite and at least 0, got {value}; give FLOPs")
         if not any(numbers.values()):
             raise ValueError("LengthCost: a coefficient must be above 0, got none; samples would all cost nothing")
 
@@ -44,8 +60,10 @@ class LengthCost:
             (B,) float64.
 
         Raises:
-            ValueError: a named sequence is not in ``lengths``.
+            TypeError: ``lengths`` does not map names to tensors.
+            ValueError: a named sequence is not in ``lengths``, or it is empty.
         """
+        _require_tensors("LengthCost", lengths)
         for name in (*self.linear, *self.quadratic):
             if name not in lengths:
                 raise ValueError(
@@ -68,12 +86,20 @@ class LengthCost:
         again.
 
         Args:
-            lengths: Sequence -> (n,) tokens of n samples; at least 1 + 2 * sequences different ones.
-            flops: (n,) FLOPs of each, of forward and backward or of either.
+            lengths: Sequence -> (n,) tokens of n samples; at least 1 + 2 * sequences samples, best all different: what
+                equal ones leave open is shared out by the smallest coefficients.
+            flops: (n,) FLOPs of each, finite, of forward and backward or of either.
 
         Raises:
-            ValueError: shapes that do not fit, too few samples, or no coefficient above 0 fits.
+            TypeError: ``lengths`` does not map names to tensors, or ``flops`` is no tensor.
+            ValueError: shapes that do not fit, too few samples, lengths or FLOPs that are no finite
+                numbers, or no coefficient above 0 fits.
         """
+        _require_tensors("LengthCost.fit", lengths)
+        if not isinstance(flops, Tensor):
+            raise TypeError(
+                f"LengthCost.fit: `flops` must be a tensor, got {type(flops).__name__}; pass torch.tensor(flops)"
+            )
         names = list(lengths)
         columns = [torch.ones(flops.shape, dtype=torch.float64)]
         for name in names:
@@ -82,13 +108,15 @@ class LengthCost:
                     f"LengthCost.fit: `lengths[{name!r}]` must have the shape (n,) of `flops`, got "
                     f"{tuple(lengths[name].shape)} and {tuple(flops.shape)}"
                 )
+            _require_finite(f"lengths[{name!r}]", lengths[name])
             length = lengths[name].double().cpu()
             columns += [length, length.square()]
-        if len(flops) < len(columns):
+        if flops.ndim != 1 or len(flops) < len(columns):
             raise ValueError(
-                f"LengthCost.fit: `flops` must hold at least {len(columns)} samples for {len(names)} sequences, "
-                f"got {len(flops)}"
+                f"LengthCost.fit: `flops` must have the shape (n,) of at least {len(columns)} samples, 1 + 2 * "
+                f"sequences with {len(names)} sequences, got {tuple(flops.shape)}; count the FLOPs of more samples"
             )
+        _require_finite("flops", flops)
         # Columns of equal size: squares of lengths would drown the constant.
         scales = [float(column.abs().max()) or 1.0 for column in columns]
         matrix = torch.stack([column / scale for column, scale in zip(columns, scales, strict=True)], dim=1)
@@ -111,4 +139,30 @@ class LengthCost:
             constant=found[0],
             linear={name: found[1 + 2 * index] for index, name in enumerate(names)},
             quadratic={name: found[2 + 2 * index] for index, name in enumerate(names)},
+        )
+
+
+def _require_tensors(owner: str, lengths: Mapping[str, Tensor]) -> None:
+    if not isinstance(lengths, Mapping):
+        raise TypeError(
+            f"{owner}: `lengths` must map sequences to tensors, got {type(lengths).__name__}; "
+            'pass {"history": lengths}, for example'
+        )
+    if not lengths:
+        raise ValueError(f"{owner}: `lengths` must hold at least one sequence, got none; pass every sequence's lengths")
+    for name, each in lengths.items():
+        if not isinstance(each, Tensor):
+            raise TypeError(
+                f"{owner}: `lengths[{name!r}]` must be a tensor, got {type(each).__name__}; pass torch.tensor(lengths)"
+            )
+
+
+def _require_finite(argument: str, tensor: Tensor) -> None:
+    if tensor.dtype == torch.bool or tensor.is_complex():
+        raise ValueError(f"LengthCost.fit: `{argument}` must hold real numbers, got {tensor.dtype}; convert them")
+    bad = (~torch.isfinite(tensor)).nonzero().flatten().tolist()
+    if bad:
+        raise ValueError(
+            f"LengthCost.fit: `{argument}` must be finite, got {float(tensor[bad[0]])} at position {bad[0]}; leave "
+            "such samples out"
         )

@@ -5,17 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from gem_parallel._src.agree import agree, check_group, group_device
 from gem_parallel._src.balance.assign import METHODS, Method, assign
 from gem_parallel._src.balance.move import Samples, move_samples
 from gem_parallel._src.collectives.base import DefaultCollectives
 
 __all__ = ["Assignment", "BalanceReport", "SampleShare", "balance_samples"]
 
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 Cost = Callable[[Mapping[str, Tensor]], Tensor]
 
 
@@ -99,6 +104,8 @@ class Assignment:
     ) -> Samples:
         """Send each sample's part of every tensor to its rank, in one all-to-all. All ranks call it.
 
+        Before it the ranks compare names, dtypes and shapes in one small all-gather.
+
         Best before the batch goes to the GPU, over a gloo group: on CUDA the offsets are read on the host.
 
         Args:
@@ -112,12 +119,27 @@ class Assignment:
             The samples of this rank, ordered by source rank, then by position there. Values as they were, bit for bit.
 
         Raises:
-            ValueError: another number of samples or other lengths than were given, tensors on several devices, a tensor
-                that requires a gradient, or none at all.
+            TypeError: ``rows`` or ``jagged`` does not map names to tensors or pairs of them.
+            ValueError: another number of samples or other lengths than were given, tensors on several devices, one
+                that requires a gradient, none at all, or names, dtypes or shapes that differ between ranks.
+            RuntimeError: another rank refuses its tensors.
         """
-        rows, jagged = dict(rows or {}), dict(jagged or {})
         rank = 0 if self._group is None else dist.get_rank(self._group)
-        self._check(rows, jagged, rank)
+        refusal: Exception | None = None
+        try:
+            self._check(rows, jagged, rank)
+        except (TypeError, ValueError) as error:
+            refusal = error
+        described = 0 if refusal else _digest(_described(rows or {}, jagged or {}))
+        table = agree("Assignment.move", "`rows` and `jagged`", self._group, refusal, [described])
+        others = [source for source, each in enumerate(table) if each != [described]]
+        if others:
+            raise ValueError(
+                "Assignment.move: `rows` and `jagged` must have the same names, dtypes and shapes after the first dim "
+                f"on every rank of the group, got {_described(rows or {}, jagged or {})} here and others on ranks "
+                f"{others}; pass the same tensors on all"
+            )
+        rows, jagged = dict(rows or {}), dict(jagged or {})
         starts = [sum(self.counts[:source]) for source in range(len(self.counts) + 1)]
         if self._group is None:
             return Samples(dict(sorted(rows.items())), {name: jagged[name] for name in sorted(jagged)})
@@ -139,9 +161,33 @@ class Assignment:
         destination = torch.tensor(self.ranks[starts[rank] : starts[rank + 1]], dtype=torch.int64)
         return move_samples(destination, sources, lengths, rows, jagged, self._group)
 
-    def _check(self, rows: dict[str, Tensor], jagged: dict[str, tuple[Tensor, Tensor]], rank: int) -> None:
+    def _check(
+        self,
+        rows: Mapping[str, Tensor] | None,
+        jagged: Mapping[str, tuple[Tensor, Tensor]] | None,
+        rank: int,
+    ) -> None:
+        rows, jagged = _mapping("rows", rows), _mapping("jagged", jagged)
         if not rows and not jagged:
-            raise ValueError("Assignment.move: `rows` or `jagged` must hold a tensor, got none")
+            raise ValueError("Assignment.move: `rows` or `jagged` must hold a tensor, got none; pass the batch's")
+        for name, tensor in rows.items():
+            if not isinstance(tensor, Tensor):
+                raise TypeError(
+                    f"Assignment.move: `rows[{name!r}]` must be a tensor, got {type(tensor).__name__}; pass "
+                    "torch.tensor"
+                )
+        for name, pair in jagged.items():
+            if (
+                not isinstance(pair, (tuple, list))
+                or len(pair) != 2
+                or not all(isinstance(each, Tensor) for each in pair)
+            ):
+                kinds = [type(each).__name__ for each in pair] if isinstance(pair, (tuple, list)) else []
+                got = f"({', '.join(kinds)})" if kinds else type(pair).__name__
+                raise TypeError(
+                    f"Assignment.move: `jagged[{name!r}]` must be two tensors (values, offsets), got {got}; pass what "
+                    "has one row for each sample in `rows`"
+                )
         tensors = {f"rows[{name!r}]": tensor for name, tensor in rows.items()}
         tensors |= {f"jagged[{name!r}]": values for name, (values, _) in jagged.items()}
         devices = {str(tensor.device) for tensor in tensors.values()}
@@ -169,34 +215,36 @@ class Assignment:
             expected = self._lengths[name][start : start + count]
             if (
                 offsets.shape != (count + 1,)
+                or values.ndim == 0
                 or torch.diff(offsets).tolist() != expected
                 or len(values) != sum(expected)
             ):
                 raise ValueError(
                     f"Assignment.move: `jagged[{name!r}]` must have the lengths given to balance_samples, "
-                    f"{count} of sum {sum(expected)}, got offsets {tuple(offsets.shape)} and {len(values)} values"
+                    f"{count} of sum {sum(expected)}, got offsets {tuple(offsets.shape)} and values "
+                    f"{tuple(values.shape)}; pass the batch that the lengths are of"
                 )
 
 
 def balance_samples(
     lengths: Mapping[str, Tensor],
     cost: Cost,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
     *,
     method: Method = "karmarkar_karp",
     equal_counts: bool = False,
 ) -> Assignment:
     """Assign the samples of all ranks' batches so that the ranks' costs are near each other.
 
-    Every rank gathers all costs and lengths (two all-gathers of integers and float64) and computes the same assignment
-    from them. Samples that need not move stay as far as the method allows: a rank takes the part that holds most cost
-    of its own.
+    Every rank gathers all costs and lengths (an all-gather of integers and one of float64) and computes the same
+    assignment from them. Samples that need not move stay as far as the method allows: a rank takes the part that holds
+    most cost of its own.
 
     Args:
         lengths: Sequence -> (B,) integers, tokens of this rank's samples; the same names on every rank. B may differ
             between ranks, zero included. Those that ``cost`` does not read may be given for ``Assignment.move``.
         cost: lengths -> (B,) costs, at least 0: a ``LengthCost`` or another function.
-        group: The ranks; None is one process.
+        group: The ranks, or a mesh of one axis; None is one process.
         method: karmarkar_karp (largest differencing), greedy (dearest first to the cheapest rank), or none (every
             sample stays; the report says what that costs).
         equal_counts: Numbers of samples differ by at most one between ranks. largest differencing then ends with swaps
@@ -206,29 +254,33 @@ def balance_samples(
         The assignment, equal on all ranks, with its report.
 
     Raises:
-        ValueError: no lengths, shapes that differ, an unknown method, or a cost that is negative or not finite (on all
-            ranks, wherever it is).
+        TypeError: an argument of another kind.
+        ValueError: no lengths, shapes that differ, a length below 0, an unknown method, a cost that is negative or not
+            finite, or names, ``method`` or ``equal_counts`` that differ between ranks (the last four on all ranks).
+        RuntimeError: another rank refuses its lengths or cost, whatever error it met there.
     """
-    if not lengths:
-        raise ValueError("balance_samples: `lengths` must hold at least one sequence, got none")
-    if method not in METHODS:
-        raise ValueError(f"balance_samples: `method` must be one of {', '.join(METHODS)}, got {method!r}")
-    names = sorted(lengths)
-    shape = lengths[names[0]].shape
-    for name in names:
-        if lengths[name].ndim != 1 or lengths[name].shape != shape or lengths[name].is_floating_point():
+    check_group("balance_samples", group, remedy="torch.distributed.group.WORLD or another process group")
+    if isinstance(group, DeviceMesh):
+        group = group.get_group()
+    refusal: Exception | None = None
+    table = torch.empty(0)
+    try:
+        table = _costs_and_lengths(lengths, cost, method, equal_counts)
+    except Exception as error:  # whatever a cost function raises, the other ranks wait
+        refusal = error
+    names = [] if refusal else sorted(lengths)
+    compared = {"names of `lengths`": names, "`method`": method, "`equal_counts`": equal_counts}
+    mine = [] if refusal else [len(table), *map(_digest, compared.values())]
+    words = agree("balance_samples", "`lengths` and `cost`", group, refusal, mine)
+    for position, (what, have) in enumerate(compared.items(), start=1):
+        others = [rank for rank, each in enumerate(words) if each[position] != mine[position]]
+        if others:
             raise ValueError(
-                f"balance_samples: `lengths[{name!r}]` must be integers of shape (B,) like the others, got "
-                f"{lengths[name].dtype} {tuple(lengths[name].shape)} beside {tuple(shape)}"
+                f"balance_samples: {what} must be equal on all ranks of the group, got {have} here and other on ranks "
+                f"{others}; pass the same on all"
             )
-    mine = cost(lengths)
-    if mine.shape != shape:
-        raise ValueError(
-            f"balance_samples: `cost` must return one cost for each sample, shape (B,) = {tuple(shape)}, got "
-            f"{tuple(mine.shape)}"
-        )
-    table = torch.stack([mine.double(), *[lengths[name].double() for name in names]], dim=1)
-    counts, columns = _gather(table, group)
+    counts = [each[0] for each in words]
+    columns = _gather(table, counts, group)
     costs = columns[0]
     by_name = {name: [int(each) for each in column] for name, column in zip(names, columns[1:], strict=True)}
     for sample, value in enumerate(costs):
@@ -242,23 +294,88 @@ def balance_samples(
     return Assignment(ranks=tuple(ranks), counts=tuple(counts), report=report, _group=group, _lengths=by_name)
 
 
-def _gather(table: Tensor, group: dist.ProcessGroup | None) -> tuple[list[int], list[list[float]]]:
-    """(samples of each rank, columns over all samples); lengths are exact in float64."""
+def _costs_and_lengths(lengths: Mapping[str, Tensor], cost: Cost, method: Method, equal_counts: bool) -> Tensor:
+    """(B, 1 + sequences) float64 of this rank, costs first, lengths by name; lengths are exact in float64."""
+    if not isinstance(lengths, Mapping):
+        raise TypeError(
+            f"balance_samples: `lengths` must map sequences to tensors, got {type(lengths).__name__}; "
+            'pass {"history": lengths}, for example'
+        )
+    if not lengths:
+        raise ValueError("balance_samples: `lengths` must hold at least one sequence, got none; pass the batch's")
+    if not callable(cost):
+        raise TypeError(f"balance_samples: `cost` must be a function, got {type(cost).__name__}; pass a LengthCost")
+    if method not in METHODS:
+        raise ValueError(f"balance_samples: `method` must be one of {', '.join(METHODS)}, got {method!r}")
+    if not isinstance(equal_counts, bool):
+        raise TypeError(f"balance_samples: `equal_counts` must be a bool, got {equal_counts!r}; pass True or False")
+    for name, each in lengths.items():
+        if not isinstance(name, str):
+            raise TypeError(f"balance_samples: `lengths` must have str as its keys, got {name!r}; pass names")
+        if not isinstance(each, Tensor):
+            raise TypeError(
+                f"balance_samples: `lengths[{name!r}]` must be a tensor, got {type(each).__name__}; pass torch.tensor"
+            )
+    names = sorted(lengths)
+    shape = lengths[names[0]].shape
+    for name in names:
+        each = lengths[name]
+        if each.ndim != 1 or each.shape != shape or each.dtype not in _INTEGERS:
+            raise ValueError(
+                f"balance_samples: `lengths[{name!r}]` must be integers of shape (B,) like the others, got "
+                f"{each.dtype} {tuple(each.shape)} beside {tuple(shape)}; take offsets.diff()"
+            )
+        if len(each) and (lowest := int(each.min())) < 0:
+            raise ValueError(
+                f"balance_samples: `lengths[{name!r}]` must be at least 0, got {lowest}; take offsets.diff()"
+            )
+    found = cost(lengths)
+    if not isinstance(found, Tensor):
+        raise TypeError(
+            f"balance_samples: `cost` must return a tensor, got {type(found).__name__}; one cost for each sample"
+        )
+    if found.shape != shape:
+        raise ValueError(
+            f"balance_samples: `cost` must return one cost for each sample, shape (B,) = {tuple(shape)}, got "
+            f"{tuple(found.shape)}"
+        )
+    return torch.stack([found.detach().double(), *[lengths[name].double() for name in names]], dim=1)
+
+
+def _gather(table: Tensor, counts: list[int], group: dist.ProcessGroup | None) -> list[list[float]]:
+    """Columns over the samples of all ranks."""
     if group is None:
-        return [len(table)], table.t().tolist()
-    collectives, ranks = DefaultCollectives(), dist.get_world_size(group)
-    sizes = torch.empty(ranks, dtype=torch.int64, device=table.device)
-    collectives.all_gather(sizes, torch.tensor([len(table)], device=table.device), group)
-    counts: list[int] = sizes.tolist()
+        return table.t().tolist()  # type: ignore[no-any-return]
     longest = max(counts)
     if longest == 0:
-        return counts, [[] for _ in range(table.shape[1])]
-    padded = table.new_zeros((longest, table.shape[1]))
+        return [[] for _ in range(table.shape[1])]
+    padded = torch.zeros((longest, table.shape[1]), dtype=table.dtype, device=group_device(group))
     padded[: len(table)] = table
-    gathered = table.new_empty((ranks * longest, table.shape[1]))
-    collectives.all_gather(gathered, padded, group)
+    gathered = padded.new_empty((len(counts) * longest, table.shape[1]))
+    DefaultCollectives().all_gather(gathered, padded, group)
     kept = torch.cat([part[:count] for part, count in zip(gathered.split(longest), counts, strict=True)])
-    return counts, kept.t().tolist()
+    return kept.t().tolist()  # type: ignore[no-any-return]
+
+
+def _mapping(argument: str, given: object) -> Mapping[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise TypeError(
+            f"Assignment.move: `{argument}` must map names to tensors, got {type(given).__name__}; pass a dict with "
+            "str as its keys"
+        )
+    return given
+
+
+def _described(rows: Mapping[str, Tensor], jagged: Mapping[str, tuple[Tensor, Tensor]]) -> str:
+    """What must be equal on all ranks."""
+    named = [*sorted(rows.items()), *((f"{name} (jagged)", jagged[name][0]) for name in sorted(jagged))]
+    return ", ".join(f"{name} {str(each.dtype).removeprefix('torch.')} {list(each.shape[1:])}" for name, each in named)
+
+
+def _digest(value: object) -> int:
+    return crc32(str(value).encode())
 
 
 def _report(
