@@ -56,10 +56,13 @@ def train(module, batch):
 def rank_settings(rank, world_size, folder):
     mesh = ParallelDims.for_world(world_size, sparse_replicate=2).build_mesh("cpu").sparse
     found = {}
-    for name, options in {"seed": {"seed": int(rank == 2)}, "rows": {}, "equal": {}}.items():
-        tables = [TableConfig(name="t", num_rows=10 + (name == "rows" and rank in (1, 3)), dim=8)]
+    for name, options in {"seed": {"seed": int(rank == 2)}, "rows": {}, "more": {}, "equal": {}}.items():
+        tables = [TableConfig(name="a", num_rows=4, dim=8)]
+        tables.append(TableConfig(name="t", num_rows=10 + (name == "rows" and rank in (1, 3)), dim=8))
+        tables += [TableConfig(name="b", num_rows=4, dim=8)] * (name == "more" and rank == 3)
+        optimizer = SparseOptimizerConfig(learning_rate=0.5 if name == "rows" and rank == 3 else 0.25)
         try:
-            ShardedEmbeddings(tables, [], optimizer=SparseOptimizerConfig(), mesh=mesh, **options)
+            ShardedEmbeddings(tables, [], optimizer=optimizer, mesh=mesh, **options)
             found[name] = None
         except ValueError as error:
             found[name] = str(error)
@@ -68,8 +71,19 @@ def rank_settings(rank, world_size, folder):
 
 def test_settings_that_differ_between_ranks_are_refused_on_all(ranks):
     for found in ranks("rank_settings", 4):
-        assert "must be equal on all ranks, got other ones on ranks [2] than on rank 0" in found["seed"]
-        assert "got other ones on ranks [1, 3] than on rank 0" in found["rows"]
+        assert "`seed` must be equal on all ranks, got 0 on ranks [0, 1, 3], 1 on rank 2; make" in found["seed"]
+        for part in (
+            "`tables[1]` must be equal on all ranks, got TableConfig(name='t', num_rows=10,",
+            "on ranks [0, 2], TableConfig(name='t', num_rows=11,",
+            "on ranks [1, 3]; different, too: `optimizer`; make",
+        ):
+            assert part in found["rows"], found["rows"]
+        for part in (
+            "`tables[2]` must be equal",
+            "no such entry on ranks [0, 1, 2], TableConfig(name='b'",
+            "on rank 3",
+        ):
+            assert part in found["more"], found["more"]
         assert found["equal"] is None
 
 

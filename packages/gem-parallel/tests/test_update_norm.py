@@ -29,7 +29,8 @@ def test_one_process():
     before = full_state(module)
     pair = (torch.tensor([3, 3, 99, -1]), torch.tensor([0, 4]))
     rows = module.lookup(module.exchange(dict.fromkeys(("moves", "hashed"), pair)))
-    assert set(module.last_update_norm().values()) == {0.0}, "nothing is updated before backward"
+    with pytest.raises(RuntimeError, match=r"last_update_norm: backward of the last training lookup must have run"):
+        module.last_update_norm()
     (rows["moves"] + rows["hashed"]).sum().backward()
     norms = module.last_update_norm()
     # 0.5 times the gradient 2 of one row of 8; 99 and -1 are dropped
@@ -39,6 +40,13 @@ def test_one_process():
     with torch.no_grad():
         module.lookup(module.exchange({"still": pair}))
     assert module.last_update_norm() == norms, "evaluation is no update"
+    late = module.lookup(module.exchange({"still": pair}))
+    late["still"].sum().backward()
+    module.start_lookup(module.exchange({"still": pair}))
+    with pytest.raises(RuntimeError, match=r"call it after backward, and before start_lookup or lookup of the next"):
+        module.last_update_norm()
+    assert module.lookup(module.exchange({})) == {}
+    assert set(module.last_update_norm().values()) == {0.0}, "no output, no backward to wait for"
 
 
 def test_it_is_asked_for():
@@ -55,6 +63,9 @@ def rank_measure(rank, world_size, folder):
         mesh = ParallelDims.for_world(world_size, sparse_replicate=replicas).build_mesh("cpu").sparse
         module = make(CASE, mesh, weight_dtype=dtype, measure_updates=True, id_policy="clamp")
         steps = []
+        module.lookup(module.exchange({name: pair[:2] for name, pair in rank_batch(CASE, 0, rank, world_size).items()}))
+        with pytest.raises(RuntimeError, match="backward of the last training lookup must have run"):
+            module.last_update_norm()
         for step in range(STEPS):
             before = full_state(module)
             train_step(module, CASE, rank_batch(CASE, step, rank, world_size))

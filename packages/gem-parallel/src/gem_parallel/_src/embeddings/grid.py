@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from gem_parallel._src.collectives.base import all_gather_single
 from gem_parallel._src.embeddings.link import Link
 
-__all__ = ["Grid", "check_agreement", "make_grid"]
+__all__ = ["Grid", "make_grid"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,30 +97,6 @@ def make_grid(mesh: DeviceMesh, column_shards: Iterable[int], *, timeout_s: floa
         replicas=replica_axis if several else None,
         columns={parts: _column_mesh(mesh.device_type, table, parts) for parts in sorted(set(column_shards))},
     )
-
-
-def check_agreement(mesh: DeviceMesh, device: torch.device, settings: object) -> None:
-    """Raise on all ranks of a mesh unless they were given the same settings, by their ``repr``.
-
-    What differs would make collectives of other sizes, or of other numbers, wait for each other.
-
-    Raises:
-        ValueError: names the ranks that differ from the first.
-    """
-    digest = hashlib.sha256(repr(settings).encode()).digest()
-    found = torch.tensor([int.from_bytes(digest[:8], "little") >> 1], device=device)
-    for axis in reversed(range(mesh.ndim)):
-        group = mesh.get_group(axis)
-        whole = found.new_empty(group.size() * found.numel())
-        all_gather_single(whole, found, group=group)
-        found = whole
-    values, ranks = found.tolist(), mesh.mesh.flatten().tolist()
-    others = [rank for rank, value in zip(ranks, values, strict=True) if value != values[0]]
-    if others:
-        raise ValueError(
-            "ShardedEmbeddings: `tables`, `features` and all options must be equal on all ranks, got other ones on "
-            f"ranks {others} than on rank {ranks[0]}"
-        )
 
 
 def _column_mesh(device_type: str, table: torch.Tensor, parts: int) -> DeviceMesh:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from gem_parallel._src.embeddings.agreement import check_agreement
 from gem_parallel._src.embeddings.arguments import check_configs, check_options, resolve_device
 from gem_parallel._src.embeddings.build import Storage, make_engines, make_store, shares_rows
 from gem_parallel._src.embeddings.combined_engine import CombinedEngine
@@ -25,7 +26,7 @@ from gem_parallel._src.embeddings.config import (
 from gem_parallel._src.embeddings.engine import Engine
 from gem_parallel._src.embeddings.exchange import Exchanger
 from gem_parallel._src.embeddings.faults import raise_local, raise_ranks
-from gem_parallel._src.embeddings.grid import check_agreement, make_grid
+from gem_parallel._src.embeddings.grid import make_grid
 from gem_parallel._src.embeddings.ids import BatchReport, flatten_ids, summarise
 from gem_parallel._src.embeddings.initial import fill_initial
 from gem_parallel._src.embeddings.layout import check_local_rows, make_groups, make_shards
@@ -134,8 +135,18 @@ class ShardedEmbeddings(nn.Module):
         self.device = resolve_device(device, mesh)
         several = mesh is not None and needs_exchange(mesh)
         if mesh is not None and several:
-            choices = (optimizer, seed, weight_dtype, id_policy, wire_dtype, gather, keep_gathered, measure_updates)
-            check_agreement(mesh, self.device, (self.tables, self.features, choices))
+            options = {
+                "optimizer": optimizer,
+                "seed": seed,
+                "weight_dtype": weight_dtype,
+                "id_policy": id_policy,
+                "wire_dtype": wire_dtype,
+                "gather": gather,
+                "keep_gathered": keep_gathered,
+                "measure_updates": measure_updates,
+            }
+            named = {name: [value] for name, value in options.items()}
+            check_agreement(mesh, self.device, {"tables": self.tables, "features": self.features, **named})
         num_shards, num_replicas = _shape_of(mesh) if mesh is not None and several else (1, 1)
         self._shards = make_shards(self.tables, num_shards, num_replicas)
         check_local_rows(self._shards)
@@ -331,7 +342,8 @@ class ShardedEmbeddings(nn.Module):
             assert pending.local is not None
             sums, started.sums = started.sums, []
             with torch.set_grad_enabled(started.step is not None):
-                return self._local.outputs(pending.local, sums, training=started.step is not None)
+                found = self._local.outputs(pending.local, sums, training=started.step is not None)
+            return self._watched(found, started.step)
         flights, started.flights = started.flights, None
         outputs: list[Tensor] = []
         if flights is None:
@@ -353,7 +365,12 @@ class ShardedEmbeddings(nn.Module):
             parts = [output for _, output in sorted(by_name.get(feature.name, []), key=lambda part: part[0])]
             if parts:
                 found[feature.name] = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return found
+        return self._watched(found, started.step)
+
+    def _watched(self, outputs: dict[str, Tensor], step: int | None) -> dict[str, Tensor]:
+        if self._meter is not None and step is not None:
+            self._meter.watch(outputs.values())
+        return outputs
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the sparse optimizer's step size, from the next lookup on; equal on all ranks, which is not compared.
@@ -392,7 +409,8 @@ class ShardedEmbeddings(nn.Module):
         ranks together. ``parameters()`` is empty and nothing has a gradient, so this is how to see that tables train.
 
         Raises:
-            RuntimeError: ``measure_updates`` is off, or no training lookup has started yet.
+            RuntimeError: ``measure_updates`` is off, no training lookup has started yet, or backward of the last one
+                has reached this module on no rank.
         """
         if self._meter is None:
             raise RuntimeError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,18 @@ class _Before:
     """(K, dim) float32 as they were."""
 
 
+class _Backward:
+    """Whether the backward of one lookup has come to its outputs."""
+
+    __slots__ = ("begun", "possible")
+
+    def __init__(self) -> None:
+        self.begun, self.possible = False, True
+
+    def __call__(self, grad: Tensor) -> None:
+        self.begun = True
+
+
 class UpdateMeter:
     """Keeps the rows that a training batch names as they were before its update.
 
@@ -49,6 +61,7 @@ class UpdateMeter:
         self._id_policy = id_policy
         self._grid, self._device = grid, device
         self._before: list[_Before] | None = None
+        self._backward = _Backward()
 
     def start(self, ids: Mapping[str, Tensor], tables: Sequence[LocalTable]) -> None:
         """Before a training lookup of ``ids`` (feature -> (N,) int64); all ranks call it."""
@@ -65,12 +78,20 @@ class UpdateMeter:
             values = table.weight.index_select(0, mine).float()
             before.append(_Before(name=name, piece=table.shard.piece, rows=mine, values=values))
         self._before = before
+        self._backward = _Backward()
+
+    def watch(self, outputs: Iterable[Tensor]) -> None:
+        """The outputs of the lookup that ``start`` was called before."""
+        differentiable = [each for each in outputs if each.requires_grad]
+        for each in differentiable:
+            each.register_hook(self._backward)
+        self._backward.possible = bool(differentiable)
 
     def norms(self, tables: Sequence[LocalTable]) -> dict[str, float]:
         """Table -> 2-norm of the change since ``start``; all ranks call it.
 
         Raises:
-            RuntimeError: no training lookup has started yet.
+            RuntimeError: no training lookup has started yet, or its backward has begun on no rank.
         """
         if self._before is None:
             raise RuntimeError("last_update_norm: a training lookup must come first, got none; call it after backward")
@@ -79,10 +100,18 @@ class UpdateMeter:
         for each in self._before:
             change = weights[each.name, each.piece].index_select(0, each.rows).float() - each.values
             total[each.name] = total[each.name] + change.double().square().sum().to(self._device)
-        squares = torch.stack(list(total.values()))
+        # Ranks see backward of their own outputs only, and a rank whose batch named no feature has none.
+        state = torch.tensor([self._backward.begun, self._backward.possible], dtype=torch.float64)
+        squares = torch.cat([torch.stack(list(total.values())), state.to(self._device)])
         if self._grid is not None:
             self._grid.everyone.all_reduce(squares, what="last_update_norm: the sum over ranks").wait()
-        return dict(zip(total, squares.sqrt().tolist(), strict=True))
+        *norms, begun, possible = squares.sqrt().tolist()
+        if possible and not begun:
+            raise RuntimeError(
+                "last_update_norm: backward of the last training lookup must have run, got a lookup without one; "
+                "call it after backward, and before start_lookup or lookup of the next batch"
+            )
+        return dict(zip(total, norms, strict=True))
 
     def _named(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Table -> distinct rows that this rank's batch names."""
