@@ -1,8 +1,10 @@
 """A step that does not end names who keeps it from ending: late, dead, ended and failed ranks; nothing hangs."""
 
 import os
+import re
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 
@@ -55,6 +57,81 @@ def test_find_missing(case):
 def test_timeout_is_checked(timeout_s):
     with pytest.raises(ValueError, match="RankWatch: `timeout_s` must be finite and above 0, got"):
         RankWatch(timeout_s)
+
+
+REFUSED = {
+    "str": (lambda: RankWatch("3"), TypeError, "RankWatch: `timeout_s` must be a number, got str '3'"),
+    "None": (lambda: RankWatch(None), TypeError, "`timeout_s` must be a number, got NoneType"),
+    "bool": (lambda: RankWatch(True), TypeError, "`timeout_s` must be a number, got bool"),
+    "mesh": (lambda: RankWatch(3, mesh=4), TypeError, "RankWatch: `mesh` must be a ParallelMesh or None, got int"),
+    "on_hang": (lambda: RankWatch(3, on_hang=5), TypeError, "`on_hang` must be a function or None, got int"),
+    "groups": (lambda: RankWatch(3, groups=[1]), TypeError, "`groups` must map names to process groups, got list"),
+    "a group": (lambda: RankWatch(3, groups={"a": 1}), TypeError, "process groups, got int for 'a'"),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "text"), REFUSED.values(), ids=REFUSED.keys())
+def test_refuses_other_kinds(call, error, text):
+    before = threading.active_count()
+    with pytest.raises(error, match=text):
+        call()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    ("label", "timeout_s", "error", "text"),
+    [
+        (5, None, TypeError, "RankWatch.step: `label` must be a str, got int; pass f'step {n}'"),
+        ("x", "x", TypeError, "RankWatch.step: `timeout_s` must be a number, got str 'x'"),
+        ("x", -1, ValueError, "RankWatch.step: `timeout_s` must be finite and above 0, got -1"),
+        ("x", float("nan"), ValueError, "must be finite and above 0, got nan"),
+    ],
+)
+def test_step_refuses(label, timeout_s, error, text):
+    with RankWatch(5.0) as watch:
+        with pytest.raises(error, match=re.escape(text)), watch.step(label, timeout_s=timeout_s):
+            pass
+        with watch.step("the next"):
+            pass
+
+
+def test_steps_do_not_nest_and_end_with_the_watch():
+    with RankWatch(5.0) as watch:
+        with watch.step("a"), pytest.raises(RuntimeError, match="got 'b' inside 'a'; end that first"), watch.step("b"):
+            pass
+        with watch.step("c"):
+            pass
+    with pytest.raises(RuntimeError, match="must not be closed, got 'd' after close; make another"), watch.step("d"):
+        pass
+
+
+UNCLOSED = """
+import sys, threading
+import torch.distributed as dist
+from gem_parallel.watch import RankWatch
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)
+watch = RankWatch(0.02)
+with watch.step("step 1"):
+    pass
+# before the interpreter ends, after every handler that was registered later
+import atexit
+atexit._run_exitfuncs()
+print([thread.name for thread in threading.enumerate()])
+"""
+
+
+def test_no_thread_outlives_the_interpreter(tmp_path):
+    command = [sys.executable, "-c", UNCLOSED, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout) == (0, "['MainThread']\n"), done.stderr
+
+
+def test_on_hang_may_close_the_watch():
+    reports = []
+    watch = RankWatch(0.1, on_hang=lambda report: (watch.close(), reports.append(report)))
+    with watch.step("slow"):
+        time.sleep(0.5)
+    assert [report.label for report in reports] == ["slow"]
 
 
 def test_one_process_reports_once_and_only_late_steps():

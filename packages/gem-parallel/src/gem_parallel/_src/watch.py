@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import math
@@ -18,6 +19,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from gem_parallel._src.agree import check_mesh, check_number
 from gem_parallel._src.mesh import ParallelMesh
 
 __all__ = ["HANG_EXIT_CODE", "HangReport", "MissingRank", "RankState", "RankWatch", "find_missing"]
@@ -134,10 +136,12 @@ class RankWatch:
             the process with ``HANG_EXIT_CODE``, as nothing can interrupt a collective that waits.
 
     All ranks make it, after ``torch.distributed.init_process_group``; in one process without it there is nobody to
-    name, and the report has the time only.
+    name, and the report has the time only. It watches from here on, also outside ``with``; what is not closed by then
+    is closed when the process exits.
 
     Raises:
-        ValueError: ``timeout_s`` is not above 0.
+        TypeError: an argument of another kind.
+        ValueError: ``timeout_s`` is not finite and above 0.
     """
 
     def __init__(
@@ -148,8 +152,14 @@ class RankWatch:
         groups: Mapping[str, dist.ProcessGroup] | None = None,
         on_hang: Callable[[HangReport], None] | None = None,
     ) -> None:
-        if not (timeout_s > 0 and math.isfinite(timeout_s)):
-            raise ValueError(f"RankWatch: `timeout_s` must be finite and above 0, got {timeout_s}")
+        _check_timeout("RankWatch", timeout_s)
+        check_mesh("RankWatch", mesh)
+        if groups is not None:
+            _check_groups(groups)
+        if on_hang is not None and not callable(on_hang):
+            raise TypeError(
+                f"RankWatch: `on_hang` must be a function or None, got {type(on_hang).__name__}; it takes a HangReport"
+            )
         self.timeout_s = timeout_s
         self._interval_s = min(5.0, timeout_s / 4)
         self._on_hang = on_hang or _end_process
@@ -171,6 +181,8 @@ class RankWatch:
         self._stop = threading.Event()
         self._tell()
         self._thread = threading.Thread(target=self._run, name="RankWatch", daemon=True)
+        # An interpreter that ends under a thread which is inside the store takes the process down with it.
+        atexit.register(self.close)
         self._thread.start()
 
     def __enter__(self) -> RankWatch:
@@ -184,7 +196,9 @@ class RankWatch:
         if self._stop.is_set():
             return
         self._stop.set()
-        self._thread.join()
+        atexit.unregister(self.close)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
         self._enter("failed" if failed or self._now.state == "failed" else "ended", self._now.label, math.inf)
 
     @contextmanager
@@ -196,8 +210,22 @@ class RankWatch:
             timeout_s: In place of the watch's own, for example of a first step that compiles.
 
         Raises:
-            RuntimeError: the body raised one while another rank was gone; names it, with the body's as its cause.
+            TypeError: ``label`` is no str, or ``timeout_s`` no number.
+            ValueError: ``timeout_s`` is not finite and above 0.
+            RuntimeError: the watch is closed, or in another step; or the body raised one while another rank was gone:
+                names it, with the body's as its cause.
         """
+        if not isinstance(label, str):
+            raise TypeError(f"RankWatch.step: `label` must be a str, got {type(label).__name__}; pass f'step {{n}}'")
+        if timeout_s is not None:
+            _check_timeout("RankWatch.step", timeout_s)
+        if self._stop.is_set():
+            raise RuntimeError(f"RankWatch.step: the watch must not be closed, got {label!r} after close; make another")
+        if self._now.state == "step":
+            raise RuntimeError(
+                f"RankWatch.step: steps must follow each other, got {label!r} inside {self._now.label!r}; "
+                "end that first"
+            )
         self._enter("step", label, self.timeout_s if timeout_s is None else timeout_s)
         try:
             yield
@@ -274,6 +302,27 @@ class RankWatch:
     def _read(self, ranks: Iterable[int]) -> dict[int, RankState]:
         known = [rank for rank in ranks if self._store.check([str(rank)])]
         return {rank: RankState(**json.loads(self._store.get(str(rank)))) for rank in known}
+
+
+def _check_timeout(owner: str, timeout_s: object) -> None:
+    check_number(owner, "timeout_s", timeout_s)
+    assert isinstance(timeout_s, (int, float))
+    if not (timeout_s > 0 and math.isfinite(timeout_s)):
+        raise ValueError(f"{owner}: `timeout_s` must be finite and above 0, got {timeout_s}; pass seconds")
+
+
+def _check_groups(groups: object) -> None:
+    if not isinstance(groups, Mapping):
+        raise TypeError(
+            f"RankWatch: `groups` must map names to process groups, got {type(groups).__name__}; "
+            'pass {"control": group}, for example'
+        )
+    for name, group in groups.items():
+        if not isinstance(name, str) or not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                f"RankWatch: `groups` must map names to process groups, got {type(group).__name__} for {name!r}; "
+                "pass a mesh's get_group()"
+            )
 
 
 def _told_since(first: RankState | None, last: RankState | None) -> bool:
