@@ -124,6 +124,52 @@ def test_bf16_activations_flow_through_layers_that_stay_in_high_precision() -> N
     assert type(model[4]) is MXFP8Linear
 
 
+def cast_to_weight(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(x.to(layer.weight.dtype) for x in args)
+
+
+BETWEEN = {
+    "layer_norm": lambda: nn.LayerNorm(64),
+    "rms_norm": lambda: nn.RMSNorm(64),
+    "prelu": lambda: nn.PReLU(),
+}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("remedy", ["hook", "filter"])
+@pytest.mark.parametrize("between", BETWEEN)
+def test_bf16_activations_around_a_module_with_weights(between: str, remedy: str, device: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), BETWEEN[between](), nn.Linear(64, 64)).to(device)
+    plain = copy.deepcopy(model)
+    recipe = get_recipe("bf16_activations")
+    if remedy == "hook":
+        convert(model, recipe)
+        model[1].register_forward_pre_hook(cast_to_weight)
+    else:
+        convert(model, recipe, filter=lambda layer, fqn: fqn != "0")
+    dtypes = []
+    for layer in model:
+        layer.register_forward_hook(lambda module, args, out: dtypes.append(out.dtype))
+    x = torch.randn(20, 64, device=device)
+    out = model(x)
+    first = torch.bfloat16 if remedy == "hook" else torch.float32
+    assert dtypes == [first, torch.float32, torch.bfloat16]
+    torch.testing.assert_close(out.float(), plain(x), atol=0.05, rtol=0.05)
+    out.float().square().sum().backward()
+    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.BatchNorm1d, lambda size: nn.GroupNorm(4, size)])
+def test_bf16_activations_pass_a_norm_with_float32_weights_on_the_cpu(kind) -> None:
+    model = convert(nn.Sequential(nn.Linear(64, 64), kind(64)), get_recipe("bf16_activations"))
+    out = model(torch.randn(20, 64))
+    assert out.dtype == torch.bfloat16
+    out.float().square().sum().backward()
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+
+
 def test_fp32_changes_nothing_even_where_nothing_could_be_converted() -> None:
     model = tower()
     classes = [type(layer) for layer in model.modules()]

@@ -52,14 +52,14 @@ def test_every_layer_is_named_with_precision_backend_and_reason() -> None:
         "wide": ("Linear", "mxfp8", "emulated", True),
         "late": ("Linear", "fp32", "torch", False),
         "logit": ("Linear", "fp32", "torch", False),
-        "scaled": ("Linear", "fp32", "torch", False),
-        "norm": ("LayerNorm", "bf16", "torch", False),
+        "scaled": ("Linear", "fp32 parameters", "torch", False),
+        "norm": ("LayerNorm", "bf16 parameters", "torch", False),
         "attention": ("GDPA", "mxfp8", "emulated", True),
     }
     assert reports["late"].reason == "excluded by the filter"
     assert reports["logit"].reason == "64 -> 1 features, below min_features=32"
     assert reports["scaled"].reason == "Scaled is a subclass of Linear, and its forward may be another"
-    assert reports["norm"].reason == "no recipe covers LayerNorm"
+    assert reports["norm"].reason == ("no recipe covers LayerNorm: its code and its input decide what it computes in")
 
 
 def test_the_emulated_backend_says_why_and_what_stays_in_high_precision() -> None:
@@ -75,6 +75,24 @@ def test_bf16() -> None:
     reports = by_name(convert(model(), BF16Recipe()))
     assert (reports["wide"].precision, reports["wide"].backend) == ("bf16", "torch")
     assert (reports["attention"].precision, reports["attention"].backend) == ("bf16", "gem_kernels")
+
+
+def test_only_a_layer_that_must_compute_in_its_weight_is_said_to() -> None:
+    mixed = nn.LayerNorm(64)
+    mixed.bias = nn.Parameter(torch.zeros(64, dtype=torch.float64))
+    layers = nn.ModuleDict(
+        {"low": nn.Linear(64, 64), "norm": nn.LayerNorm(64), "narrow": nn.Linear(64, 8), "mixed": mixed}
+    )
+    reports = by_name(convert(layers, BF16Recipe(activations="bfloat16")))
+    y = layers["norm"](layers["low"](torch.randn(3, 64)))
+    # A norm with float32 parameters that returns bfloat16 is no fp32 layer; the narrow layer is one.
+    assert (y.dtype, layers["narrow"](y).dtype) == (torch.bfloat16, torch.float32)
+    assert {name: report.precision for name, report in reports.items()} == {
+        "low": "bf16",
+        "norm": "fp32 parameters",
+        "narrow": "fp32",
+        "mixed": "fp32+fp64 parameters",
+    }
 
 
 def test_an_unconverted_module() -> None:
@@ -102,13 +120,15 @@ def test_summary_and_table() -> None:
     reports = describe(convert(model(), MXFP8Recipe()))
     summary = summarize(reports)
     assert summary == PrecisionSummary(
-        num_layers=6, num_converted=3, by_precision=(("mxfp8", 3), ("fp32", 2), ("bf16", 1))
+        num_layers=6,
+        num_converted=3,
+        by_precision=(("mxfp8", 3), ("fp32", 1), ("fp32 parameters", 1), ("bf16 parameters", 1)),
     )
     lines = format_report(reports).splitlines()
     assert len(lines) == 8
     assert lines[0].split() == ["layer", "kind", "precision", "backend", "reason"]
     assert lines[3].split(maxsplit=4) == ["logit", "Linear", "fp32", "torch", "64 -> 1 features, below min_features=32"]
-    assert lines[-1] == "3 of 6 layers converted: 3 mxfp8, 2 fp32, 1 bf16"
+    assert lines[-1] == "3 of 6 layers converted: 3 mxfp8, 1 fp32, 1 fp32 parameters, 1 bf16 parameters"
     # Columns line up.
     assert len({line.index(report.precision) for line, report in zip(lines[1:], reports, strict=False)}) == 1
     assert format_report(()).splitlines()[-1] == "0 of 0 layers converted: none"

@@ -32,8 +32,10 @@ class LayerReport:
     kind: str
     """Class of the layer before conversion."""
     precision: str
-    """"mxfp8" or "bf16" for converted layers, else the dtype of the parameters; "input" for attention, which computes
-    in that of its inputs."""
+    """What the layer multiplies in: "mxfp8" or "bf16" for converted layers; for an nn.Linear, whose input must have the
+    dtype of its weight, that dtype; "input" for attention, which computes in that of its inputs. Of all others only
+    what they hold is known, "fp32 parameters" for example: a norm with such parameters may well read and return
+    bfloat16. Autocast and the mixed precision of ``fully_shard`` cast at the call and are not seen here."""
     backend: str
     """What runs the layer: "emulated", "torch" or "gem_kernels"."""
     reason: str
@@ -76,16 +78,18 @@ def _converted(fqn: str, layer: nn.Module) -> LayerReport:
 
 def _untouched(fqn: str, layer: nn.Module) -> LayerReport | None:
     kind = layers.kind_of(layer)
-    parameter = next(layer.parameters(recurse=False), None)
+    dtypes = sorted({_SHORT.get(p.dtype, str(p.dtype).removeprefix("torch.")) for p in layer.parameters(recurse=False)})
     if isinstance(layer, layers.CONVERTIBLE):
         reason = layers.noted(layer) or "not converted"
-    elif parameter is not None:
-        reason = f"no recipe covers {kind}"
+    elif dtypes:
+        reason = f"no recipe covers {kind}: its code and its input decide what it computes in"
     else:
         return None
-    dtype = "input" if parameter is None else _SHORT.get(parameter.dtype, str(parameter.dtype).removeprefix("torch."))
+    precision = "+".join(dtypes) if dtypes else "input"
+    if dtypes and not layers.computes_in_its_weight(layer):
+        precision += " parameters"
     return LayerReport(
-        fqn=fqn, kind=kind, precision=dtype, backend=_ENGINE.get(kind, "torch"), reason=reason, is_converted=False
+        fqn=fqn, kind=kind, precision=precision, backend=_ENGINE.get(kind, "torch"), reason=reason, is_converted=False
     )
 
 

@@ -47,6 +47,11 @@ def is_converted(module: nn.Module) -> bool:
     return isinstance(module, _CONVERTED)
 
 
+def computes_in_its_weight(module: nn.Module) -> bool:
+    """Whether the layer computes in the dtype of its weight: its forward takes no other input, or casts it."""
+    return isinstance(module, HighPrecisionLinear) or type(module).forward is nn.Linear.forward
+
+
 def kind_of(module: nn.Module) -> str:
     """The name a user knows the layer by: that of what it was before conversion."""
     for kind in CONVERTIBLE:
