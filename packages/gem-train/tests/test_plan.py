@@ -221,6 +221,10 @@ def test_a_layout_that_leaves_its_tier_is_explained_with_a_note(capsys):
             ("explain", "synthetic", "--dims", "ep=8"),
             "has model.num_experts=1; add --set model.num_experts=8, or leave",
         ),
+        (
+            ("explain", "cluster-4096", "--dims", "ep=16"),
+            "--dims: each of the 16 ranks of ep needs an expert of its own",
+        ),
         (("explain", "cluster-4096", "--set", "model.dim=3"), "is numbers without data"),
     ],
 )

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from gem_train.data import EventLog, generate
 from gem_train.errors import ConfigError
 from gem_train.overrides import apply_overrides, field_values, parse_assignments
-from gem_train.recipes import ParallelConfig, RunConfig, build, get, names
+from gem_train.recipes import ParallelConfig, RunConfig, build, get, names, parallel
 from gem_train.recipes.parallel import AXES
 from gem_train.run_dir import CHANGEABLE, RunDirectory, RunRecord
 from gem_train.world import World
@@ -268,6 +269,32 @@ def test_expert_parallelism_stays_inside_a_host(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # as torchrun says on hosts of two GPUs
     with pytest.raises(ConfigError, match=r"--ep 4 on 8 processes: .*`ep` must stay inside a host.*nearest: .*ep=2"):
         config.dims(8, num_experts=4)
+
+
+def test_an_engine_that_the_ranks_lack_is_named_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mesh:
+        """Two ranks that share dense parameters; no process is started."""
+
+        mesh_dim_names = ("dp_replicate", "dp_shard_ep")
+        dims = SimpleNamespace(ep=1)
+
+        @property
+        def shared(self) -> Mesh:
+            return self
+
+        def __getitem__(self, _: str) -> Mesh:
+            return self
+
+        def get_group(self) -> SimpleNamespace:
+            return SimpleNamespace(size=lambda: 2)
+
+    def refuse(*_: object) -> None:
+        raise ValueError("no CUDA device")
+
+    monkeypatch.setattr(parallel, "choose_collectives", refuse)
+    with pytest.raises(ConfigError, match=r"--set parallel\.collectives=nccl_zero_cta: no CUDA device"):
+        parallel._engine(ParallelConfig(collectives="nccl_zero_cta"), Mesh())
+    assert parallel._engine(ParallelConfig(), Mesh()) is None
 
 
 def test_options_of_the_tables_are_those_of_the_run(log: EventLog) -> None:

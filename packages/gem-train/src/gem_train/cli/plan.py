@@ -182,6 +182,12 @@ def _inputs(args: argparse.Namespace) -> Inputs:
         if args.assignments or args.data:
             raise ConfigError(f"--set and --data: recipe {plan.name} is numbers without data; leave them out")
         model, workload = plan.describe(), plan.workload
+        experts = min((unit.num_experts for unit in model.units if unit.num_experts > 1), default=1)
+        if dims.ep > experts:
+            raise ConfigError(
+                f"--dims: each of the {dims.ep} ranks of ep needs an expert of its own in every layer, and {plan.name} "
+                f"has {experts}; give ep at most {experts}"
+            )
         if args.samples:
             workload = replace(workload, samples_per_rank=args.samples)
     else:

@@ -172,7 +172,7 @@ def spread(model: nn.Module, config: ParallelConfig, mesh: ParallelMesh) -> nn.M
         mesh: From `config.dims`.
 
     Raises:
-        ValueError: if an engine of collectives cannot serve these ranks, with the reason.
+        ConfigError: if an engine of collectives cannot serve these ranks, with the reason.
     """
     engine = _engine(config, mesh)
     # Read before modules are replaced or wrapped.
@@ -231,5 +231,8 @@ def _engine(config: ParallelConfig, mesh: ParallelMesh) -> Collectives | None:
     if mesh.dims.ep > 1:
         groups += [mesh.ep_group, mesh.dense["dp_shard"].get_group()]
     # One that a group lacks is refused here, with its reason. Groups of one rank move nothing.
-    engines = [choose_collectives(group, config.collectives) for group in groups if group.size() > 1]
+    try:
+        engines = [choose_collectives(group, config.collectives) for group in groups if group.size() > 1]
+    except ValueError as error:
+        raise ConfigError(f"--set parallel.collectives={config.collectives}: {error}") from error
     return engines[0]
