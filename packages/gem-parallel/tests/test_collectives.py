@@ -104,8 +104,12 @@ def test_one_backend_of_symmetric_memory_per_process(monkeypatch):
 
 
 def test_unknown_engine():
-    with pytest.raises(ValueError, match=r"must be auto or one of default, nccl_zero_cta, .* got 'fast'"):
-        choose_collectives(None, "fast")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match=r"`engine` must be auto or one of default, nccl_zero_cta, .* got 'fast'"):
+            choose_collectives(dist.group.WORLD, "fast")
+    finally:
+        dist.destroy_process_group()
 
 
 # On CUDA: as many ranks as GPUs, at most 4.
@@ -149,3 +153,10 @@ def rank_engine(rank, world_size, folder, engine):
 def test_engines_agree_on_cuda(ranks, engine):
     for differences in ranks("rank_engine", min(torch.cuda.device_count(), 4), backend="nccl", engine=engine):
         assert differences == [0.0] * len(differences)
+
+
+@pytest.mark.parametrize("group", ["nccl_zero_cta", None, 3], ids=["the engine", "None", "a number"])
+def test_a_group_must_be_given(group):
+    text = f"choose_collectives: `group` must be a process group, got {type(group).__name__} .*; pass mesh.ep_group"
+    with pytest.raises(TypeError, match=text):
+        choose_collectives(group)

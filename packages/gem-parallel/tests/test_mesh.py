@@ -117,3 +117,31 @@ def test_describe():
 def test_links_do_not_matter_to_the_placement():
     fast = Topology(gpus_per_host=8, hosts_per_zone=4, zones=2, host=Link(bandwidth=900, latency=1))
     assert PLACEMENTS[0].dims.placement(fast) == PLACEMENTS[0].dims.placement(POD)
+
+
+REFUSED = {
+    "str": (lambda: ParallelDims.for_world("8"), "ParallelDims.for_world: `world_size` must be an int, got str '8'"),
+    "float": (lambda: ParallelDims.for_world(8.0), "`world_size` must be an int, got float 8.0"),
+    "bool": (lambda: ParallelDims.for_world(True), "`world_size` must be an int, got bool"),
+    "ep": (lambda: ParallelDims.for_world(8, ep="2"), "`ep` must be an int, got str '2'"),
+    "copies": (
+        lambda: ParallelDims.for_world(8, sparse_replicate=None),
+        "`sparse_replicate` must be an int, got NoneType",
+    ),
+    "describe": (
+        lambda: ParallelDims().describe("pod"),
+        "ParallelDims.describe: `topology` must be a Topology, got str",
+    ),
+    "check": (lambda: ParallelDims().check(8), "ParallelDims.check: `topology` must be a Topology, got int 8; pass"),
+    "placement": (
+        lambda: ParallelDims().placement(None),
+        "ParallelDims.placement: `topology` must be a Topology, got No",
+    ),
+    "mesh": (lambda: ParallelDims().build_mesh("cpu", topology="pod"), "build_mesh: `topology` must be a Topology"),
+}
+
+
+@pytest.mark.parametrize(("call", "text"), REFUSED.values(), ids=REFUSED.keys())
+def test_refuses_other_kinds(call, text):
+    with pytest.raises(TypeError, match=text):
+        call()

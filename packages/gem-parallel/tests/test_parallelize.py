@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from gem_parallel import ParallelDims, ParallelPlan
-from gem_parallel._src.fsdp import inner_first, running_order
+from gem_parallel import ParallelDims, ParallelPlan, parallelize
+from gem_parallel._src.fsdp import defer_all_reduce, inner_first, running_order
 
 
 class Block(nn.Module):
@@ -91,3 +91,22 @@ def test_build_mesh_needs_a_process_group():
         ParallelDims().build_mesh("cpu")
     with pytest.raises(ValueError, match="`device_type` must be 'cpu' or 'cuda', got 'tpu'"):
         ParallelDims().build_mesh("tpu")
+
+
+PLAN = ParallelPlan(shard_units=())
+REFUSED = {
+    "module": (
+        lambda: parallelize(3, PLAN, None),
+        "parallelize: `module` must be an nn.Module, got int; pass the model",
+    ),
+    "plan": (lambda: parallelize(model(), {"shard_units": ()}, None), "`plan` must be a ParallelPlan, got dict; pass"),
+    "mesh": (lambda: parallelize(model(), PLAN, 2), "`mesh` must be a ParallelMesh, got int; pass what ParallelDims"),
+    "no mesh": (lambda: parallelize(model(), PLAN, None), "`mesh` must be a ParallelMesh, got NoneType"),
+    "deferred": (lambda: defer_all_reduce(3).__enter__(), "defer_all_reduce: `module` must be an nn.Module, got int"),
+}
+
+
+@pytest.mark.parametrize(("call", "text"), REFUSED.values(), ids=REFUSED.keys())
+def test_refuses_other_kinds(call, text):
+    with pytest.raises(TypeError, match=text):
+        call()

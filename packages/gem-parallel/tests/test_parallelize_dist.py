@@ -4,11 +4,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from gem_parallel import ParallelDims, ParallelPlan, clip_grad_norm_, grad_norm, parallelize
+from gem_parallel import ExpertParallel, ParallelDims, ParallelPlan, clip_grad_norm_, grad_norm, parallelize
+from gem_parallel.collectives import choose_collectives
 
 pytestmark = pytest.mark.dist
 NUM_SAMPLES = 12
@@ -239,12 +241,37 @@ def rank_refusals(rank, world_size, folder):
     net(torch.ones(1, 5)).sum().backward()
     with pytest.raises(ValueError) as info:
         grad_norm(net.parameters())
-    return [*texts, str(info.value)]
+    texts.append(str(info.value))
+    plan = ParallelPlan(shard_units=(), reshard_after_forward=3)
+    for call in (
+        lambda: parallelize(make_net(), plan, mesh),
+        lambda: parallelize(net, ParallelPlan(shard_units=()), mesh),
+        lambda: parallelize(make_net(), ParallelPlan(shard_units=()), mesh.sparse),
+        lambda: parallelize(make_net(), ParallelPlan(shard_units=()), mesh, collectives="default"),
+        lambda: ExpertParallel([nn.Linear(1, 1)] * 2, mesh),
+        lambda: choose_collectives(dist.group.WORLD, "warp" if rank else "default"),
+        lambda: choose_collectives(dist.group.WORLD, "auto" if rank else "default"),
+    ):
+        with pytest.raises((TypeError, ValueError, RuntimeError)) as info:
+            call()
+        texts.append(str(info.value))
+    return texts
 
 
 def test_refusals(ranks):
-    for pattern, ranks_text, bound, mesh in ranks("rank_refusals", 2):
+    results = ranks("rank_refusals", 2)
+    for pattern, ranks_text, bound, mesh, reshard, twice, sparse, engine, group, warp, auto in results:
         assert "got 'nothing.*'" in pattern
         assert "got 2 ranks; ParallelDims.for_world(2) fits" in ranks_text
         assert "`max_norm` must be above 0, got 0.0" in bound
         assert "grad_norm: `mesh` must be given" in mesh
+        assert "got 3; no number of ranks does, pass True, False or None" in reshard
+        assert "`module` must not be sharded yet, got a module that is; parallelize a module once" in twice
+        assert "`mesh` must be a ParallelMesh, got DeviceMesh; pass what ParallelDims.build_mesh returned" in sparse
+        assert "`collectives` must be an engine or None, got str 'default'" in engine
+        assert "ExpertParallel: `group` must be a process group, " in group
+        assert "got ParallelMesh; pass mesh.ep_group" in group
+        assert "`engine` must be " in warp
+        assert "`engine` must be equal on all ranks of the group, got " in auto
+    assert "must be right on every rank of the group, and ranks [1] refused theirs" in results[0][9]
+    assert "got 'warp'" in results[1][9]

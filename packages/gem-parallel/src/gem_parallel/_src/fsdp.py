@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from gem_parallel._src.agree import check_mesh
 from gem_parallel._src.collectives.base import Collectives
 from gem_parallel._src.collectives.fully_shard import set_fully_shard_collectives
 from gem_parallel._src.experts import ExpertParallel
@@ -150,18 +151,41 @@ def parallelize(
         ``module``, now also an FSDPModule.
 
     Raises:
+        TypeError: an argument of another kind.
         ValueError: a pattern that matches no module, ``reshard_after_forward`` ranks that do not divide the shard
-            group, or an ``ExpertParallel`` of another degree than ep.
+            group, an ``ExpertParallel`` of another degree than ep, or a unit that is sharded already.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"parallelize: `module` must be an nn.Module, got {type(module).__name__}; pass the model")
+    if not isinstance(plan, ParallelPlan):
+        raise TypeError(
+            f"parallelize: `plan` must be a ParallelPlan, got {type(plan).__name__}; "
+            "pass ParallelPlan(shard_units=(...))"
+        )
+    check_mesh("parallelize", mesh, optional=False)
+    if collectives is not None and not isinstance(collectives, Collectives):
+        raise TypeError(
+            f"parallelize: `collectives` must be an engine or None, got {type(collectives).__name__} {collectives!r}; "
+            "pass choose_collectives(group, name)"
+        )
     units = running_order(module, plan.shard_units)
     units, expert = _with_experts(module, units, mesh)
     if mesh.dense.size() == 1:
         return module
+    for name in ("", *units):
+        if isinstance(module.get_submodule(name), FSDPModule):
+            raise ValueError(
+                f"parallelize: `module` must not be sharded yet, got {repr(name) if name else 'a module'} that is; "
+                "parallelize a module once"
+            )
     num_shards, reshard = mesh.dims.dp_shard * mesh.dims.ep, plan.reshard_after_forward
     if reshard is not None and not isinstance(reshard, bool) and (num_shards % reshard or reshard >= num_shards):
+        fit = [str(ranks) for ranks in range(2, num_shards) if num_shards % ranks == 0]
         raise ValueError(
             f"parallelize: `plan.reshard_after_forward` must divide the {num_shards} ranks of a shard group and be "
-            f"fewer, got {reshard}"
+            f"fewer, got {reshard}; "
+            + (f"pass {' or '.join(fit)}, or " if fit else "no number of ranks does, pass ")
+            + "True, False or None"
         )
     policy = MixedPrecisionPolicy(param_dtype=plan.param_dtype, reduce_dtype=plan.reduce_dtype)
     for name in [*inner_first(module, units), ""]:
@@ -202,7 +226,15 @@ def defer_all_reduce(module: nn.Module) -> Iterator[None]:
 
     Args:
         module: What ``parallelize`` returned.
+
+    Raises:
+        TypeError: ``module`` is no module.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"defer_all_reduce: `module` must be an nn.Module, got {type(module).__name__}; pass what "
+            "parallelize returned"
+        )
     if not isinstance(module, FSDPModule):
         yield
         return

@@ -123,9 +123,22 @@ class ParallelDims:
         """Shard everything over ``world_size`` ranks, as far as the other degrees leave ranks for it.
 
         Raises:
+            TypeError: a number is no int.
             ValueError: ``world_size`` is not a positive multiple of dp_replicate * ep and of sparse_replicate; names
                 the nearest degrees that fit.
         """
+        numbers = {
+            "world_size": world_size,
+            "dp_replicate": dp_replicate,
+            "ep": ep,
+            "sparse_replicate": sparse_replicate,
+        }
+        for argument, number in numbers.items():
+            if not isinstance(number, int) or isinstance(number, bool):
+                raise TypeError(
+                    f"ParallelDims.for_world: `{argument}` must be an int, got {type(number).__name__} {number!r}; "
+                    "pass a number of ranks"
+                )
         for text, factor in (("dp_replicate * ep", dp_replicate * ep), ("sparse_replicate", sparse_replicate)):
             wanted = {text: factor} if text == "sparse_replicate" else {"dp_replicate": dp_replicate, "ep": ep}
             text = "dp_replicate" if text == "dp_replicate * ep" and ep == 1 else text
@@ -152,7 +165,11 @@ class ParallelDims:
         """Axis -> stride and tier of its groups, for ranks numbered host by host and zone by zone.
 
         Beside the five axes: "dp_shard_ep", which shards what is no expert's.
+
+        Raises:
+            TypeError: ``topology`` is no ``Topology``.
         """
+        _check_topology("placement", topology)
         order = {"host": 0, "zone": 1, "cluster": 2}
         strides = {"ep": 1, "dp_shard": self.ep, "dp_replicate": self.dp_shard * self.ep, "dp_shard_ep": 1}
         strides |= {"sparse_replicate": 1, "sparse_shard": self.sparse_replicate}
@@ -168,9 +185,11 @@ class ParallelDims:
         """Refuse a layout that does not fit a topology.
 
         Raises:
+            TypeError: ``topology`` is no ``Topology``.
             ValueError: the ranks are not the topology's GPUs, expert parallelism or the replicas of a table leave a
                 host, or FSDP leaves a zone; names the nearest layouts that fit.
         """
+        _check_topology("check", topology)
         if self.world_size != topology.num_gpus:
             raise ValueError(
                 f"ParallelDims.check: dp_replicate * dp_shard * ep = {self.world_size} must equal the GPUs of "
@@ -209,7 +228,12 @@ class ParallelDims:
 
         Args:
             topology: Default: hosts of 8 GPUs in one zone.
+
+        Raises:
+            TypeError: ``topology`` is no ``Topology``.
         """
+        if topology is not None:
+            _check_topology("describe", topology)
         if topology is None:
             whole = self.world_size % 8 == 0
             hosts = self.world_size // 8 if whole else 1
@@ -242,9 +266,12 @@ class ParallelDims:
             topology: If given, a layout that does not fit it is refused, as by ``check``.
 
         Raises:
+            TypeError: ``topology`` is no ``Topology``.
             RuntimeError: torch.distributed is not initialised.
             ValueError: the degrees do not multiply to the number of ranks, an unknown device type, or as ``check``.
         """
+        if topology is not None:
+            _check_topology("build_mesh", topology)
         if device_type not in ("cpu", "cuda"):
             raise ValueError(f"build_mesh: `device_type` must be 'cpu' or 'cuda', got {device_type!r}")
         if device_type == "cuda" and not torch.cuda.is_available():
@@ -275,6 +302,14 @@ class ParallelDims:
         table = torch.arange(ranks).view(self.sparse_shard, self.sparse_replicate).t().contiguous()
         sparse = DeviceMesh(device_type, table, mesh_dim_names=SPARSE_AXES)
         return ParallelMesh(dims=self, dense=dense, sparse=sparse, shared=shared)
+
+
+def _check_topology(function: str, topology: object) -> None:
+    if not isinstance(topology, Topology):
+        raise TypeError(
+            f"ParallelDims.{function}: `topology` must be a Topology, got {type(topology).__name__} {topology!r}; pass "
+            "Topology.load(path), Topology.detect() or its numbers"
+        )
 
 
 def _nearest(degrees: tuple[int, ...], world_size: int, limit: int | None = 3) -> list[tuple[int, ...]]:

@@ -12,6 +12,7 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
+from gem_parallel._src.agree import agree
 from gem_parallel._src.collectives.base import Collectives, DefaultCollectives
 from gem_parallel._src.collectives.low_contention import LowContentionCollectives
 from gem_parallel._src.collectives.zero_cta import ZeroCtaCollectives, has_zero_cta_policy
@@ -187,11 +188,32 @@ def choose_collectives(group: dist.ProcessGroup, engine: Engine | Literal["auto"
         engine: Name, or auto.
 
     Raises:
-        ValueError: an unknown engine, or one that this group cannot use, with the reason and the remedy.
+        TypeError: ``group`` is no process group.
+        ValueError: an unknown engine, another one than on other ranks, or one that this group cannot use, with the
+            reason and the remedy.
+        RuntimeError: another rank was given an unknown engine.
     """
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"choose_collectives: `group` must be a process group, got {type(group).__name__} {group!r}; pass "
+            "mesh.ep_group or torch.distributed.group.WORLD, and the engine after it"
+        )
+    refusal: Exception | None = None
     if engine not in ("auto", *get_args(Engine)):
+        refusal = ValueError(
+            f"choose_collectives: `engine` must be auto or one of {', '.join(get_args(Engine))}, got {engine!r}; "
+            "auto is right for every group"
+        )
+    mine = crc32(str(engine).encode())
+    others = [
+        rank
+        for rank, each in enumerate(agree("choose_collectives", "`engine`", group, refusal, [mine]))
+        if each != [mine]
+    ]
+    if others:
         raise ValueError(
-            f"choose_collectives: `engine` must be auto or one of {', '.join(get_args(Engine))}, got {engine!r}"
+            f"choose_collectives: `engine` must be equal on all ranks of the group, got {engine} here and another on "
+            f"ranks {others}; pass the same on all"
         )
     if engine == "default":
         return DefaultCollectives()
