@@ -5,7 +5,14 @@ import torch
 import torch.distributed as dist
 
 from gem_parallel._src.collectives import choose, memory
-from gem_parallel.collectives import choose_collectives, collectives_status, zero_cta_options
+from gem_parallel.collectives import (
+    DefaultCollectives,
+    choose_collectives,
+    collectives_status,
+    group_status,
+    set_fully_shard_collectives,
+    zero_cta_options,
+)
 
 
 class Peers:
@@ -160,3 +167,17 @@ def test_a_group_must_be_given(group):
     text = f"choose_collectives: `group` must be a process group, got {type(group).__name__} .*; pass mesh.ep_group"
     with pytest.raises(TypeError, match=text):
         choose_collectives(group)
+    with pytest.raises(TypeError, match="group_status: `group` must be a process group"):
+        group_status(group)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((3, DefaultCollectives()), "`module` must be an nn.Module, got int"),
+        ((torch.nn.Linear(1, 1), "default"), "`collectives` must be an engine, got str 'default'; pass choose_coll"),
+    ],
+)
+def test_fully_shard_takes_modules_and_engines(arguments, text):
+    with pytest.raises(TypeError, match="set_fully_shard_collectives: " + text):
+        set_fully_shard_collectives(*arguments)

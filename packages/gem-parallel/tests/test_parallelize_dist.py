@@ -255,12 +255,23 @@ def rank_refusals(rank, world_size, folder):
         with pytest.raises((TypeError, ValueError, RuntimeError)) as info:
             call()
         texts.append(str(info.value))
+    # A gradient that one rank refuses: nobody waits, and the others' norm says that it is none.
+    weight = nn.Parameter(torch.zeros(2, 2))
+    weight.grad = torch.ones(2, 2).to_sparse() if rank else torch.ones(2, 2)
+    for call in (
+        lambda: grad_norm([weight], mesh),
+        lambda: clip_grad_norm_([weight], 1.0, mesh, sparse_params=[nn.Parameter(torch.zeros(1))]),
+    ):
+        try:
+            texts.append(str(float(call())))
+        except ValueError as error:
+            texts.append(str(error))
     return texts
 
 
 def test_refusals(ranks):
     results = ranks("rank_refusals", 2)
-    for pattern, ranks_text, bound, mesh, reshard, twice, sparse, engine, group, warp, auto in results:
+    for pattern, ranks_text, bound, mesh, reshard, twice, sparse, engine, group, warp, auto, *_ in results:
         assert "got 'nothing.*'" in pattern
         assert "got 2 ranks; ParallelDims.for_world(2) fits" in ranks_text
         assert "`max_norm` must be above 0, got 0.0" in bound
@@ -275,3 +286,6 @@ def test_refusals(ranks):
         assert "`engine` must be equal on all ranks of the group, got " in auto
     assert "must be right on every rank of the group, and ranks [1] refused theirs" in results[0][9]
     assert "got 'warp'" in results[1][9]
+    assert results[0][-2:] == ["nan", "nan"]
+    for text, owner in zip(results[1][-2:], ("grad_norm", "clip_grad_norm_"), strict=True):
+        assert f"{owner}: gradients of `params` must be dense" in text

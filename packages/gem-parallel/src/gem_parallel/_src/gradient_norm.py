@@ -146,6 +146,24 @@ def _norm(found: _Gradients, mesh: ParallelMesh | None, with_sparse: bool) -> Te
     return (total + sparse + _sum_of_squares(found.whole, device)).sqrt().float()
 
 
+def _found_and_norm(
+    owner: str,
+    params: Iterable[Tensor] | Tensor,
+    sparse_params: Iterable[Tensor] | Tensor | None,
+    mesh: ParallelMesh | None,
+) -> tuple[_Gradients, Tensor]:
+    with_sparse = sparse_params is not None
+    try:
+        found = _collect(owner, params, sparse_params, mesh)
+    except (TypeError, ValueError):
+        if isinstance(mesh, ParallelMesh):
+            # The other ranks wait in the same sums; a flag of its own would make every step wait for the device.
+            nan = torch.full((1,), torch.nan, device=mesh.dense.device_type)
+            _norm(_Gradients(pieces=[nan], sparse=[nan]), mesh, with_sparse)
+        raise
+    return found, _norm(found, mesh, with_sparse)
+
+
 @torch.no_grad()
 def grad_norm(
     params: Iterable[Tensor] | Tensor,
@@ -172,14 +190,15 @@ def grad_norm(
             backward and leaves no gradient.
 
     Returns:
-        Scalar float32, the same on every rank; accumulated over tensors in float64.
+        Scalar float32, the same on every rank; accumulated over tensors in float64. NaN where another rank of the
+        same sums refuses its gradients and raises, so that nobody waits for it.
 
     Raises:
         TypeError: ``params`` or ``sparse_params`` is a module or holds something that is no tensor, or ``mesh`` is no
             ``ParallelMesh``.
         ValueError: a gradient is sharded over another axis, is a DTensor without ``mesh``, or is sparse in ``params``.
     """
-    return _norm(_collect("grad_norm", params, sparse_params, mesh), mesh, sparse_params is not None)
+    return _found_and_norm("grad_norm", params, sparse_params, mesh)[1]
 
 
 @torch.no_grad()
@@ -210,8 +229,7 @@ def clip_grad_norm_(
     check_number("clip_grad_norm_", "max_norm", max_norm)
     if not max_norm > 0:
         raise ValueError(f"clip_grad_norm_: `max_norm` must be above 0, got {max_norm}; inf clips nothing")
-    found = _collect("clip_grad_norm_", params, sparse_params, mesh)
-    norm = _norm(found, mesh, sparse_params is not None)
+    found, norm = _found_and_norm("clip_grad_norm_", params, sparse_params, mesh)
     # No comparison on the host: that would wait for the device.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if grads := found.to_scale():

@@ -112,12 +112,24 @@ def _peers(one: int, two: int) -> bool:
     return bool(torch.cuda.can_device_access_peer(one, two))
 
 
+def _check_group(owner: str, group: object) -> None:
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"{owner}: `group` must be a process group, got {type(group).__name__} {group!r}; pass mesh.ep_group or "
+            "torch.distributed.group.WORLD, and the engine after it"
+        )
+
+
 def group_status(group: dist.ProcessGroup) -> dict[str, FeatureStatus]:
     """Engine -> whether this group can use it, and why not. All ranks of the group call it; equal on all of them.
 
     Args:
         group: Ranks with one GPU each, or on the CPU.
+
+    Raises:
+        TypeError: ``group`` is no process group.
     """
+    _check_group("group_status", group)
     found = collectives_status()
     backends = dist.get_backend_config(group)
     cuda = torch.cuda.is_available() and "nccl" in backends
@@ -193,11 +205,7 @@ def choose_collectives(group: dist.ProcessGroup, engine: Engine | Literal["auto"
             reason and the remedy.
         RuntimeError: another rank was given an unknown engine.
     """
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"choose_collectives: `group` must be a process group, got {type(group).__name__} {group!r}; pass "
-            "mesh.ep_group or torch.distributed.group.WORLD, and the engine after it"
-        )
+    _check_group("choose_collectives", group)
     refusal: Exception | None = None
     if engine not in ("auto", *get_args(Engine)):
         refusal = ValueError(

@@ -59,7 +59,19 @@ def set_fully_shard_collectives(module: nn.Module, collectives: Collectives) -> 
 
     Returns:
         Number of units.
+
+    Raises:
+        TypeError: ``module`` is no module, or ``collectives`` no engine.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"set_fully_shard_collectives: `module` must be an nn.Module, got {type(module).__name__}; pass the model"
+        )
+    if not isinstance(collectives, Collectives):
+        raise TypeError(
+            f"set_fully_shard_collectives: `collectives` must be an engine, got {type(collectives).__name__} "
+            f"{collectives!r}; pass choose_collectives(group, name)"
+        )
     units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
     for unit in units:
         unit.set_custom_all_gather(_AllGather(collectives))  # type: ignore[arg-type]

@@ -134,7 +134,7 @@ def explain(
     Args:
         model: The model.
         topology: As many GPUs as ``dims`` has ranks. An axis may leave its tier; the report's tiers say so.
-        dims: The layout.
+        dims: The layout. In a model without experts the ranks of ep only shard, as those of dp_shard.
         workload: Batch and precision.
         hardware: Measured rates; default: those of an H200.
         strategy: Placement of tables, see ``place_tables``.
