@@ -6,8 +6,13 @@ import gem_precision
 from gem_kernels.jagged import offsets_to_lengths
 from gem_model import RankingConfig, RankingModel, SequenceTowerConfig
 from gem_parallel import FeatureConfig, ShardedEmbeddings, SparseOptimizerConfig, TableConfig
+from gem_train.config import PRECISIONS
 from gem_train.data import EventSource, generate
 from gem_train.metrics import BinaryMetrics
+
+
+def test_the_command_line_offers_every_precision_recipe() -> None:
+    assert gem_precision.recipe_names() == PRECISIONS
 
 
 def test_one_batch_through_five_packages() -> None:

@@ -22,7 +22,7 @@ import torch
 from gem_kernels.testing.bench import environment
 from gem_model import RankingConfig, RankingModel, presets, random_batch
 from gem_parallel import FeatureConfig, ShardedEmbeddings, SparseOptimizerConfig, TableConfig, clip_grad_norm_
-from gem_precision import convert, get_recipe
+from gem_precision import convert, get_recipe, recipe_names
 from gem_train import mfu
 from gem_train.config import TrainerConfig
 from gem_train.feed import Staged
@@ -160,9 +160,7 @@ def measure(preset: str, precision: str, device: torch.device, steps: int, profi
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", nargs="*", default=["tiny", "small"], choices=["tiny", "small"])
-    parser.add_argument(
-        "--precision", nargs="*", default=["fp32", "bf16"], choices=["fp32", "bf16", "bf16_activations", "mxfp8"]
-    )
+    parser.add_argument("--precision", nargs="*", default=["fp32", "bf16"], choices=recipe_names())
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=20, help="measured steps after the warm-up (default 20)")
     parser.add_argument("--profile", type=Path, help="write a trace of a few steps of each variant here")

@@ -5,7 +5,10 @@ from typing import Literal
 
 from gem_train.errors import ConfigError
 
-__all__ = ["TrainerConfig"]
+__all__ = ["PRECISIONS", "TrainerConfig"]
+
+PRECISIONS = ("fp32", "bf16", "bf16_activations", "mxfp8")
+"""Names of gem_precision's recipes, said again here because fp32 does without that package."""
 
 LearningRateDecay = Literal["cosine", "linear", "constant"]
 

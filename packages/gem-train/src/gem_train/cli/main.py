@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from gem_train._version import __version__
 from gem_train.cli.output import complain
 from gem_train.cli.plan_arguments import add_plan
+from gem_train.config import PRECISIONS
 from gem_train.errors import CheckpointError, NonFiniteError
 from gem_train.launch import is_worker, report_worker_error, select_device
 
@@ -126,7 +127,7 @@ def _add_train(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser.add_argument("--out", metavar="DIR", help="directory of the run (default: runs/RECIPE[-PRECISION])")
     parser.add_argument(
         "--precision",
-        choices=("fp32", "bf16", "bf16_activations", "mxfp8"),
+        choices=PRECISIONS,
         help="precision of the dense layers (default: fp32)",
     )
     _add_layout(parser)

@@ -2,6 +2,8 @@
 
 import argparse
 
+from gem_train.config import PRECISIONS
+
 __all__ = ["add_plan"]
 
 Commands = argparse._SubParsersAction  # the type has no public name
@@ -78,7 +80,7 @@ def _action(
     )
     parser.add_argument(
         "--precision",
-        choices=("fp32", "bf16", "bf16_activations", "mxfp8"),
+        choices=PRECISIONS,
         help="that of training, which decides what is saved for backward; the rates are bf16's (default: bf16)",
     )
     parser.add_argument("--data", metavar="DIR", help="directory of the data (default: that of the recipe)")

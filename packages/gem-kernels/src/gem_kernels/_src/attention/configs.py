@@ -22,7 +22,6 @@ _SHARED_MEMORY_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 
 _SHARED_MEMORY_KIB_SMALL = 99
 """Of one block, by compute capability; the small figure is that of sm_86, sm_89 and sm_120."""
 
-SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 
 
