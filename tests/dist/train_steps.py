@@ -25,6 +25,7 @@ from gem_parallel import (
     parallelize,
 )
 from gem_train.data import EventSource, generate
+from gem_train.launch import exit_worker
 
 
 def full(value: torch.Tensor) -> torch.Tensor:
@@ -92,3 +93,4 @@ def main(path: str, placement: str, steps: int) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    exit_worker(0)

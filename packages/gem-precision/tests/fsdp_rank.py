@@ -1,5 +1,6 @@
 """One of the ranks of test_fully_shard.py: `python fsdp_rank.py <folder> <rank> <world size> <recipe>`."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -43,3 +44,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    # FSDP keeps the group's threads alive; one at work while the interpreter finalizes would abort the process.
+    os._exit(0)

@@ -15,14 +15,14 @@ from gem_train.launch import is_worker, join, run_workers, select_device, thread
 
 PRELUDE = """
 import os, sys, time, signal, pathlib
-from gem_train.launch import join, leave, report_worker_error
+from gem_train.launch import exit_worker, join, leave, report_worker_error
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 """
 
 
 def launch(tmp_path: Path, body: str, num_processes: int = 2) -> object:
     script = tmp_path / "worker.py"
-    script.write_text(PRELUDE + body)
+    script.write_text(PRELUDE + body + "\nexit_worker(0)\n")
     return run_workers([sys.executable, str(script), str(tmp_path)], num_processes)
 
 
@@ -115,6 +115,34 @@ def _alive(pid: int) -> bool:
         return "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.dist
+def test_a_thread_of_the_group_that_is_still_at_work_does_not_fail_the_run(tmp_path: Path) -> None:
+    """A process that leaves through sys.exit here is aborted: the thread of gloo runs Python in a dying interpreter."""
+    error = launch(
+        tmp_path,
+        """
+import atexit, threading, torch
+import torch.distributed as dist
+
+world = join('cpu')
+atexit.register(lambda: print('said at exit', file=open(pathlib.Path(sys.argv[1]) / f'exit-{rank}', 'w')))
+if rank == 1:
+    time.sleep(0.5)
+held, running = dist.group.WORLD, threading.Event()
+def busy(future):
+    running.set()
+    for _ in range(30_000):
+        time.sleep(0.001)
+work = dist.all_reduce(torch.ones(1), async_op=True)
+work.get_future().then(busy)
+running.wait()
+leave()
+""",
+    )
+    assert error is None
+    assert [(tmp_path / f"exit-{rank}").read_text() for rank in range(2)] == ["said at exit\n"] * 2
 
 
 def test_one_process_needs_no_group() -> None:

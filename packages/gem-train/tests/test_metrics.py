@@ -202,6 +202,7 @@ def test_state_dict_and_reset() -> None:
 
 RANK_SCRIPT = """
 import sys, torch, torch.distributed as dist
+from gem_train.launch import exit_worker
 from gem_train.metrics import BinaryMetrics
 rank, world, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
@@ -220,6 +221,7 @@ assert abs(x["ne"] - y["ne"]) < 1e-13 and abs(x["calibration"] - y["calibration"
 mine.update(logits, labels)  # the reduced state is an ordinary one
 assert mine.compute()["count"] == 2000
 dist.destroy_process_group()
+exit_worker(0)
 """
 
 

@@ -4,6 +4,7 @@
 works under either. The first error of any worker ends all of them, and that error is the one that is shown.
 """
 
+import atexit
 import ctypes
 import json
 import os
@@ -25,6 +26,7 @@ from gem_train.world import World
 __all__ = [
     "WorkerError",
     "end_process",
+    "exit_worker",
     "is_worker",
     "join",
     "leave",
@@ -143,6 +145,22 @@ def end_process(message: str, exit_code: int) -> NoReturn:
     """
     if not report_worker_error(message):
         sys.stderr.write(f"gem: error: {message}\n")
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def exit_worker(exit_code: int) -> NoReturn:
+    """Ends a process that was a rank, without taking the interpreter apart.
+
+    The threads of a gloo group live on after `destroy_process_group` as long as anything holds the group, as FSDP's
+    caches do. One that drops the last reference to a tensor while the interpreter finalizes aborts the process
+    ("terminate called without an active exception"), and a finished run counts as failed.
+
+    Args:
+        exit_code: What the launcher sees.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
 

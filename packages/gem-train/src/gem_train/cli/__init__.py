@@ -1,5 +1,5 @@
 """The command `gem`."""
 
-from gem_train.cli.main import main
+from gem_train.cli.main import command, main
 
-__all__ = ["main"]
+__all__ = ["command", "main"]

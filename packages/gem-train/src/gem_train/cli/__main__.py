@@ -1,8 +1,6 @@
 """`python -m gem_train.cli` is the command `gem` where no script is installed."""
 
-import sys
-
-from gem_train.cli.main import main
+from gem_train.cli.main import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -5,15 +5,16 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
 from gem_train._version import __version__
 from gem_train.cli.output import complain
 from gem_train.cli.plan_arguments import add_plan
 from gem_train.config import PRECISIONS
 from gem_train.errors import CheckpointError, NonFiniteError
-from gem_train.launch import is_worker, report_worker_error, select_device
+from gem_train.launch import exit_worker, is_worker, report_worker_error, select_device
 
-__all__ = ["build_parser", "main"]
+__all__ = ["build_parser", "command", "main"]
 
 USER_ERROR = 2
 """Exit code when the user can correct something."""
@@ -21,6 +22,14 @@ FAILURE = 1
 """Exit code when the run itself failed."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C or SIGTERM."""
+
+
+def command() -> NoReturn:
+    """The program `gem`: `main` with the arguments of the process, and the end of the process."""
+    code = main()
+    if is_worker():
+        exit_worker(code)
+    sys.exit(code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
