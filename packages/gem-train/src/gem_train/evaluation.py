@@ -47,7 +47,7 @@ def evaluate(
         The scores, the same on all ranks.
 
     Raises:
-        ValueError: if the source gives no batch.
+        ValueError: if the source gives no sample, or some ranks more batches than others: scores are of all samples.
     """
     was_training = model.training
     model.eval()
@@ -68,6 +68,12 @@ def evaluate(
     finally:
         feed.close()
         model.train(was_training)
+    if feed.dropped:
+        # Agreed between the ranks, so all of them raise.
+        raise ValueError(
+            f"evaluate: `source` must give every rank the same number of batches, got one that ended on some ranks "
+            f"while others had {feed.dropped} samples more; give batches without samples to the ranks that have none left"
+        )
     if num_samples == 0:
         raise ValueError("evaluate: `source` must give at least one sample, got none; check the split")
     for state in metrics.values():
