@@ -72,7 +72,7 @@ def evaluate(
         # Agreed between the ranks, so all of them raise.
         raise ValueError(
             f"evaluate: `source` must give every rank the same number of batches, got one that ended on some ranks "
-            f"while others had {feed.dropped} samples more; give batches without samples to the ranks that have none left"
+            f"while others had {feed.dropped} samples more; give ranks that have none left batches without samples"
         )
     if num_samples == 0:
         raise ValueError("evaluate: `source` must give at least one sample, got none; check the split")
