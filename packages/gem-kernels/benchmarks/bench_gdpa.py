@@ -15,7 +15,7 @@ import functools
 from attention_bench import HEAD_DIM, Op, Shape, main
 
 from gem_kernels import gdpa, reference
-from gem_kernels._src.gdpa.hopper_launch import portable_only
+from gem_kernels._src.attention.hopper.launch import portable_only
 
 SHAPES = [
     Shape(id="B1152-q256-k256", num_sequences=1152, max_seqlen_q=256, max_seqlen_k=256),

@@ -13,7 +13,7 @@ from attention_bench import Op, Shape, main
 from torch import Tensor
 
 from gem_kernels import jagged_attention, reference
-from gem_kernels._src.gdpa.hopper_launch import portable_only
+from gem_kernels._src.attention.hopper.launch import portable_only
 
 SHAPES = [
     Shape(id="B1152-q256-k256", num_sequences=1152, max_seqlen_q=256, max_seqlen_k=256),

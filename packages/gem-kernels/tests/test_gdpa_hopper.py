@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from gem_kernels import gdpa, reference
+from gem_kernels._src.attention.hopper import call as hopper_call
+from gem_kernels._src.attention.hopper.launch import portable_only
+from gem_kernels._src.attention.hopper.schedule import make_schedule
 from gem_kernels._src.attention.pairing import pair_sequences
-from gem_kernels._src.gdpa import hopper_activation, hopper_call, hopper_launch
-from gem_kernels._src.gdpa.hopper_schedule import make_schedule
+from gem_kernels._src.gdpa import hopper_activation, hopper_launch
 from gem_kernels.testing import assert_matches_oracle, attention_inputs, random_lengths, summation_floor
 
 
@@ -234,7 +236,7 @@ def test_gpu_hopper_agrees_with_the_portable_kernel_and_with_itself(launches):
     results = call(x, **options)
     for a, b in zip(results, call(x, **options), strict=True):
         assert torch.equal(a, b)
-    with hopper_launch.portable_only():
+    with portable_only():
         portable = call(x, **options)
     assert launches == ["forward", "backward"] * 2
     for a, b in zip(results, portable, strict=True):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from gem_kernels import jagged_attention, reference
+from gem_kernels._src.attention.hopper.launch import portable_only
 from gem_kernels._src.attention.pairing import pair_sequences
-from gem_kernels._src.gdpa.hopper_launch import portable_only
 from gem_kernels._src.jagged_attention import hopper_launch
 from gem_kernels._src.jagged_attention.bias import Bias
 from gem_kernels.testing import assert_matches_oracle, attention_inputs, random_lengths, summation_floor
@@ -38,8 +38,8 @@ SELECTION = [
 
 
 @pytest.mark.parametrize("case", SELECTION, ids=lambda case: case.id)
-def test_beyond_what_gdpa_asks_the_kernel_wants_whole_tiles_of_128_channels_without_a_bias(case, monkeypatch):
-    monkeypatch.setattr(hopper_launch.gdpa_launch, "applies", lambda *_: True)
+def test_beyond_what_every_hopper_kernel_asks_it_wants_whole_tiles_of_128_channels_without_a_bias(case, monkeypatch):
+    monkeypatch.setattr(hopper_launch, "serves", lambda q, *_, head_dims: q.shape[2] in head_dims)
     x = attention_inputs((case.length_q,), (3,), head_dim=case.head_dim, dtype=torch.bfloat16)
     pairing = pair_sequences(x.q, x.offsets_q, x.offsets_k, None, x.max_seqlen_q, -1, -1)
     bias = Bias(position=torch.zeros(x.q.shape[1], 3)) if case.bias else Bias()
@@ -55,8 +55,8 @@ def test_the_launch_gives_every_argument_of_the_kernel_its_place(monkeypatch):
 
     chunks, num_chunks = torch.zeros(3, 4, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     monkeypatch.setattr(hopper_launch, "call", record)
-    monkeypatch.setattr(hopper_launch.gdpa_launch, "_multiprocessors", lambda _: 132)
-    monkeypatch.setattr(hopper_launch.gdpa_launch, "_query_chunks", lambda *_: (chunks, num_chunks))
+    monkeypatch.setattr(hopper_launch, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(hopper_launch, "query_chunks", lambda *_: (chunks, num_chunks))
     x = attention_inputs((130,), (70,), num_heads=4, num_heads_kv=2, head_dim=128, dtype=torch.bfloat16)
     out, lse = torch.empty_like(x.q), torch.empty(130, 4)
     hopper_launch.launch_hopper_forward(out, lse, x.q, x.k, x.v, x.offsets_q, x.offsets_k, 0.5)

@@ -21,15 +21,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gem_kernels._src.gdpa.hopper_forward import (
-    _ROWS,
-    _TILE_ROWS,
-    _load_chunk,
-    _num_key_tiles,
-    _store_tile,
-    _tma_load,
-    _zero_rows,
+from gem_kernels._src.attention.hopper.tiles import (
+    ROWS,
+    TILE_ROWS,
+    allocate_barriers,
+    load_chunk,
+    num_key_tiles,
+    store_tile,
+    tma_load,
+    zero_rows,
 )
+
+_TILE_ROWS = gl.constexpr(TILE_ROWS)
+_ROWS = gl.constexpr(ROWS)
 
 # ---------------------------------------------------------------- keys and values
 
@@ -43,14 +47,14 @@ def _produce_dkdv(
     pass_index = 0  # passes over a sequence's queries so far
     index = 0
     for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
-        first_k, _len_k, first_q, len_q = _load_chunk(chunks_ptr, work, num_heads_kv)
+        first_k, _len_k, first_q, len_q = load_chunk(chunks_ptr, work, num_heads_kv)
         head_kv = work % num_heads_kv
         slot = index & 1
         mbarrier.wait(kv_empty.index(slot), ((index >> 1) & 1) ^ 1)
         mbarrier.expect(kv_ready.index(slot), 2 * _TILE_ROWS * D * 2)
-        _tma_load(k_desc, [first_k, head_kv * D], kv_ready.index(slot), k_tiles.index(slot))
-        _tma_load(v_desc, [first_k, head_kv * D], kv_ready.index(slot), v_tiles.index(slot))
-        num_tiles = _num_key_tiles(len_q, _ROWS)
+        tma_load(k_desc, [first_k, head_kv * D], kv_ready.index(slot), k_tiles.index(slot))
+        tma_load(v_desc, [first_k, head_kv * D], kv_ready.index(slot), v_tiles.index(slot))
+        num_tiles = num_key_tiles(len_q, _ROWS)
         for g in range(GROUP):
             channel = (head_kv * GROUP + g) * D
             for i in range(num_tiles):
@@ -59,12 +63,12 @@ def _produce_dkdv(
                 if i == num_tiles - 1:
                     r = pass_index % STAGES
                     mbarrier.expect(raw.index(r), 2 * _ROWS * D * 2)
-                    _tma_load(q_desc, [first_q + i * _ROWS, channel], raw.index(r), q_ring.index(s))
-                    _tma_load(do_desc, [first_q + i * _ROWS, channel], raw.index(r), do_ring.index(s))
+                    tma_load(q_desc, [first_q + i * _ROWS, channel], raw.index(r), q_ring.index(s))
+                    tma_load(do_desc, [first_q + i * _ROWS, channel], raw.index(r), do_ring.index(s))
                 else:
                     mbarrier.expect(ready.index(s), 2 * _ROWS * D * 2)
-                    _tma_load(q_desc, [first_q + i * _ROWS, channel], ready.index(s), q_ring.index(s))
-                    _tma_load(do_desc, [first_q + i * _ROWS, channel], ready.index(s), do_ring.index(s))
+                    tma_load(q_desc, [first_q + i * _ROWS, channel], ready.index(s), q_ring.index(s))
+                    tma_load(do_desc, [first_q + i * _ROWS, channel], ready.index(s), do_ring.index(s))
                 stage += 1
             pass_index += 1
         index += 1  # noqa: SIM113
@@ -78,15 +82,15 @@ def _clean_dkdv(
     stage = 0
     pass_index = 0
     for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
-        _first_k, _len_k, _first_q, len_q = _load_chunk(chunks_ptr, work, num_heads_kv)
-        num_tiles = _num_key_tiles(len_q, _ROWS)
+        _first_k, _len_k, _first_q, len_q = load_chunk(chunks_ptr, work, num_heads_kv)
+        num_tiles = num_key_tiles(len_q, _ROWS)
         rest = len_q - (num_tiles - 1) * _ROWS
         for _g in range(GROUP):
             s = (stage + num_tiles - 1) % STAGES
             mbarrier.wait(raw.index(pass_index % STAGES), (pass_index // STAGES) & 1)
             if rest < _ROWS:
-                _zero_rows(q_ring.index(s), rest, _ROWS, D)
-                _zero_rows(do_ring.index(s), rest, _ROWS, D)
+                zero_rows(q_ring.index(s), rest, _ROWS, D)
+                zero_rows(do_ring.index(s), rest, _ROWS, D)
                 fence_async_shared()
             mbarrier.arrive(ready.index(s), count=1)
             stage += num_tiles
@@ -110,14 +114,14 @@ def _consume_dkdv(
     stage = 0
     index = 0
     for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
-        first_k, len_k, _first_q, len_q = _load_chunk(chunks_ptr, work, num_heads_kv)
+        first_k, len_k, _first_q, len_q = load_chunk(chunks_ptr, work, num_heads_kv)
         slot = index & 1
         k = k_tiles.index(slot).slice(W * _ROWS, _ROWS, dim=0)
         v = v_tiles.index(slot).slice(W * _ROWS, _ROWS, dim=0)
         dk = gl.zeros([_ROWS, D], gl.float32, out_layout)
         dv = gl.zeros([_ROWS, D], gl.float32, out_layout)
         mbarrier.wait(kv_ready.index(slot), (index >> 1) & 1)
-        for _i in range(GROUP * _num_key_tiles(len_q, _ROWS)):
+        for _i in range(GROUP * num_key_tiles(len_q, _ROWS)):
             s = stage % STAGES
             mbarrier.wait(ready.index(s), (stage // STAGES) & 1)
             q = q_ring.index(s)
@@ -139,11 +143,11 @@ def _consume_dkdv(
         # The keys and values of this consumer are read no more: their place takes the gradients on the way out.
         channel = (work % num_heads_kv) * D
         rows = len_k - W * _ROWS
-        _store_tile(
+        store_tile(
             dk_desc, dk_ptr, k, (dk * ds_scale).to(dtype), first_k + W * _ROWS, rows, channel,
             stride_dt, D,
         )  # fmt: skip
-        _store_tile(dv_desc, dv_ptr, v, (dv * dv_scale).to(dtype), first_k + W * _ROWS, rows, channel, stride_dt, D)
+        store_tile(dv_desc, dv_ptr, v, (dv * dv_scale).to(dtype), first_k + W * _ROWS, rows, channel, stride_dt, D)
         tma.store_wait(pendings=0)
         mbarrier.arrive(kv_empty.index(slot), count=1)
         index += 1  # noqa: SIM113
@@ -179,12 +183,11 @@ def _gdpa_hopper_dkdv_kernel(
     do_ring = gl.allocate_shared_memory(dtype, [STAGES, _ROWS, D], do_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [2, _TILE_ROWS, D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [2, _TILE_ROWS, D], v_desc.layout)
-    barrier_layout: gl.constexpr = mbarrier.MBarrierLayout()
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
-    raw = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
-    kv_ready = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
+    ready = allocate_barriers(STAGES)
+    empty = allocate_barriers(STAGES)
+    raw = allocate_barriers(STAGES)
+    kv_ready = allocate_barriers(2)
+    kv_empty = allocate_barriers(2)
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
@@ -240,19 +243,19 @@ def _produce_dq(
     stage = 0
     index = 0
     for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
-        first_q, len_q, first_k, len_k = _load_chunk(chunks_ptr, work, num_heads)
+        first_q, len_q, first_k, len_k = load_chunk(chunks_ptr, work, num_heads)
         head = work % num_heads
         channel_q = head * D
         channel_k = (head // GROUP) * D
         num_tiles = (len_q + _TILE_ROWS - 1) // _TILE_ROWS
-        num_keys = _num_key_tiles(len_k, BLOCK_N)
+        num_keys = num_key_tiles(len_k, BLOCK_N)
         for t in range(num_tiles):
             for w in gl.static_range(2):
                 mbarrier.wait(q_empty.index(w), (tile & 1) ^ 1)
                 mbarrier.expect(q_ready.index(w), 2 * _ROWS * D * 2)
                 row = first_q + t * _TILE_ROWS + w * _ROWS
-                _tma_load(q_desc, [row, channel_q], q_ready.index(w), q_tiles.index(w))
-                _tma_load(do_desc, [row, channel_q], q_ready.index(w), do_tiles.index(w))
+                tma_load(q_desc, [row, channel_q], q_ready.index(w), q_tiles.index(w))
+                tma_load(do_desc, [row, channel_q], q_ready.index(w), do_tiles.index(w))
             tile += 1
             if t == 0:
                 for j in range(num_keys):
@@ -262,12 +265,12 @@ def _produce_dq(
                     if j == num_keys - 1:
                         r = index % STAGES
                         mbarrier.expect(raw.index(r), 2 * BLOCK_N * D * 2)
-                        _tma_load(k_desc, [row_k, channel_k], raw.index(r), k_ring.index(s))
-                        _tma_load(v_desc, [row_k, channel_k], raw.index(r), v_ring.index(s))
+                        tma_load(k_desc, [row_k, channel_k], raw.index(r), k_ring.index(s))
+                        tma_load(v_desc, [row_k, channel_k], raw.index(r), v_ring.index(s))
                     else:
                         mbarrier.expect(ready.index(s), 2 * BLOCK_N * D * 2)
-                        _tma_load(k_desc, [row_k, channel_k], ready.index(s), k_ring.index(s))
-                        _tma_load(v_desc, [row_k, channel_k], ready.index(s), v_ring.index(s))
+                        tma_load(k_desc, [row_k, channel_k], ready.index(s), k_ring.index(s))
+                        tma_load(v_desc, [row_k, channel_k], ready.index(s), v_ring.index(s))
                     stage += 1
         index += 1  # noqa: SIM113
 
@@ -280,14 +283,14 @@ def _clean_dq(
     stage = 0
     index = 0
     for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
-        _first_q, _len_q, _first_k, len_k = _load_chunk(chunks_ptr, work, num_heads)
-        num_keys = _num_key_tiles(len_k, BLOCK_N)
+        _first_q, _len_q, _first_k, len_k = load_chunk(chunks_ptr, work, num_heads)
+        num_keys = num_key_tiles(len_k, BLOCK_N)
         s = (stage + num_keys - 1) % STAGES
         rest = len_k - (num_keys - 1) * BLOCK_N
         mbarrier.wait(raw.index(index % STAGES), (index // STAGES) & 1)
         if rest < BLOCK_N:
-            _zero_rows(k_ring.index(s), rest, BLOCK_N, D)
-            _zero_rows(v_ring.index(s), rest, BLOCK_N, D)
+            zero_rows(k_ring.index(s), rest, BLOCK_N, D)
+            zero_rows(v_ring.index(s), rest, BLOCK_N, D)
             fence_async_shared()
         mbarrier.arrive(ready.index(s), count=1)
         stage += num_keys
@@ -312,9 +315,9 @@ def _consume_dq(
     tile = 0
     base = 0
     for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
-        first_q, len_q, _first_k, len_k = _load_chunk(chunks_ptr, work, num_heads)
+        first_q, len_q, _first_k, len_k = load_chunk(chunks_ptr, work, num_heads)
         num_tiles = (len_q + _TILE_ROWS - 1) // _TILE_ROWS
-        num_keys = _num_key_tiles(len_k, BLOCK_N)
+        num_keys = num_key_tiles(len_k, BLOCK_N)
         for t in range(num_tiles):
             is_last_tile = t == num_tiles - 1
             dq = gl.zeros([_ROWS, D], gl.float32, out_layout)
@@ -334,7 +337,7 @@ def _consume_dq(
                 dq, ds = warpgroup_mma_wait(0, deps=[dq, ds])
                 mbarrier.arrive(empty.index(s), count=1, pred=is_last_tile)
             mbarrier.arrive(q_empty.index(W), count=1)
-            _store_tile(
+            store_tile(
                 dq_desc, dq_ptr, out_tiles.index(W), (dq * ds_scale).to(dtype),
                 first_q + t * _TILE_ROWS + W * _ROWS, len_q - t * _TILE_ROWS - W * _ROWS, (work % num_heads) * D,
                 stride_dt, D,
@@ -372,12 +375,11 @@ def _gdpa_hopper_dq_kernel(
     out_tiles = gl.allocate_shared_memory(dtype, [2, _ROWS, D], dq_desc.layout)
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_desc.layout)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], v_desc.layout)
-    barrier_layout: gl.constexpr = mbarrier.MBarrierLayout()
-    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
-    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
-    raw = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
+    q_ready = allocate_barriers(2)
+    q_empty = allocate_barriers(2)
+    ready = allocate_barriers(STAGES)
+    empty = allocate_barriers(STAGES)
+    raw = allocate_barriers(STAGES)
     for i in gl.static_range(2):
         mbarrier.init(q_ready.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)

@@ -1,6 +1,6 @@
 """Hopper forward of GDPA in Gluon: persistent, loads by TMA, two warpgroups that overlap products and activation.
 
-A unit of work is a head and a chunk of query rows of one sequence (``hopper_schedule``). Four roles share a program:
+A unit of work is a head and a chunk of query rows of one sequence (``schedule.py``). Four roles share a program:
 
 * the producer copies tiles of Q, and of K and V into a ring of stages;
 * the cleaner zeroes the rows of a sequence's last K and V tile that belong to the next sequence, so that no product
@@ -24,28 +24,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-ROWS = 64
-"""Query rows of one consumer, the height of a warpgroup's matrix instruction."""
-TILE_ROWS = 2 * ROWS
-"""Query rows of the two consumers together."""
-# Triton 3.9 has renamed them.
-_tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+from gem_kernels._src.attention.hopper.tiles import (
+    ROWS,
+    TILE_ROWS,
+    allocate_barriers,
+    load_chunk,
+    load_into_ring,
+    load_queries,
+    num_key_tiles,
+    store_tile,
+    zero_rows,
+)
+
 _TILE_ROWS = gl.constexpr(TILE_ROWS)
 _ROWS = gl.constexpr(ROWS)
-
-
-@gluon.jit
-def _load_chunk(chunks_ptr, work, num_heads):
-    """(first query row, query rows, first key row, keys) of a unit of work."""
-    ptr = chunks_ptr + (work // num_heads) * 4
-    return gl.load(ptr), gl.load(ptr + 1), gl.load(ptr + 2), gl.load(ptr + 3)
-
-
-@gluon.jit
-def _num_key_tiles(len_k, BLOCK_N: gl.constexpr):
-    """At least one: a sequence without keys meets one tile of zeros, which writes its zero output."""
-    return gl.maximum((len_k + BLOCK_N - 1) // BLOCK_N, 1)
 
 
 @gluon.jit
@@ -58,65 +50,33 @@ def _produce(
     stage = 0  # key tiles so far
     index = 0  # units of work so far
     for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
-        first_q, len_q, first_k, len_k = _load_chunk(chunks_ptr, work, num_heads)
+        first_q, len_q, first_k, len_k = load_chunk(chunks_ptr, work, num_heads)
         head = work % num_heads
         channel_q = head * D
         channel_k = (head // GROUP) * D
         num_tiles = (len_q + _TILE_ROWS - 1) // _TILE_ROWS
-        num_keys = _num_key_tiles(len_k, BLOCK_N)
+        num_keys = num_key_tiles(len_k, BLOCK_N)
         for j in range(num_keys):
             s = stage % STAGES
             phase = ((stage // STAGES) & 1) ^ 1
             is_last = j == num_keys - 1
             raw = index % STAGES
             mbarrier.wait(k_empty.index(s), phase)
-            if is_last:
-                mbarrier.expect(k_raw.index(raw), BLOCK_N * D * 2)
-                _tma_load(k_desc, [first_k + j * BLOCK_N, channel_k], k_raw.index(raw), k_ring.index(s))
-            else:
-                mbarrier.expect(k_ready.index(s), BLOCK_N * D * 2)
-                _tma_load(k_desc, [first_k + j * BLOCK_N, channel_k], k_ready.index(s), k_ring.index(s))
+            load_into_ring(
+                k_desc, k_ring, k_ready, k_raw, first_k + j * BLOCK_N, channel_k, s, raw, is_last, BLOCK_N, D
+            )
             if j == 0:
-                for w in gl.static_range(2):
-                    slot = w * 2 + (tile & 1)
-                    mbarrier.wait(q_empty.index(slot), ((tile >> 1) & 1) ^ 1)
-                    mbarrier.expect(q_ready.index(slot), _ROWS * D * 2)
-                    _tma_load(q_desc, [first_q + w * _ROWS, channel_q], q_ready.index(slot), q_tiles.index(slot))
+                load_queries(q_desc, q_tiles, q_ready, q_empty, first_q, 0, channel_q, tile, D)
             mbarrier.wait(v_empty.index(s), phase)
-            if is_last:
-                mbarrier.expect(v_raw.index(raw), BLOCK_N * D * 2)
-                _tma_load(v_desc, [first_k + j * BLOCK_N, channel_k], v_raw.index(raw), v_ring.index(s))
-            else:
-                mbarrier.expect(v_ready.index(s), BLOCK_N * D * 2)
-                _tma_load(v_desc, [first_k + j * BLOCK_N, channel_k], v_ready.index(s), v_ring.index(s))
+            load_into_ring(
+                v_desc, v_ring, v_ready, v_raw, first_k + j * BLOCK_N, channel_k, s, raw, is_last, BLOCK_N, D
+            )
             stage += 1
         tile += 1
         for t in range(1, num_tiles):
-            for w in gl.static_range(2):
-                slot = w * 2 + (tile & 1)
-                mbarrier.wait(q_empty.index(slot), ((tile >> 1) & 1) ^ 1)
-                mbarrier.expect(q_ready.index(slot), _ROWS * D * 2)
-                _tma_load(
-                    q_desc, [first_q + t * _TILE_ROWS + w * _ROWS, channel_q], q_ready.index(slot), q_tiles.index(slot)
-                )
+            load_queries(q_desc, q_tiles, q_ready, q_empty, first_q, t, channel_q, tile, D)
             tile += 1
         index += 1  # noqa: SIM113
-
-
-@gluon.jit
-def _zero_rows(tile, num_rows, BLOCK_N: gl.constexpr, D: gl.constexpr):
-    """Zero the rows of a shared tile from ``num_rows`` on, eight at a time: the cleaner is one warp."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [1, 1], [1, 0])
-    rows = gl.arange(0, 8, gl.SliceLayout(1, layout))
-    zeros = gl.zeros([8, D], tile.dtype, layout)
-    for r in gl.static_range(BLOCK_N // 8):
-        part = tile.slice(r * 8, 8, dim=0)
-        if num_rows <= r * 8:
-            part.store(zeros)
-        else:
-            if num_rows < r * 8 + 8:
-                keep = (rows < num_rows - r * 8)[:, None] & gl.full([8, D], True, gl.int1, layout)
-                part.store(gl.where(keep, part.load(layout), zeros))
 
 
 @gluon.jit
@@ -127,41 +87,24 @@ def _clean(
     stage = 0
     index = 0
     for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
-        _first_q, _len_q, _first_k, len_k = _load_chunk(chunks_ptr, work, num_heads)
-        num_keys = _num_key_tiles(len_k, BLOCK_N)
+        _first_q, _len_q, _first_k, len_k = load_chunk(chunks_ptr, work, num_heads)
+        num_keys = num_key_tiles(len_k, BLOCK_N)
         s = (stage + num_keys - 1) % STAGES
         rest = len_k - (num_keys - 1) * BLOCK_N
         raw = index % STAGES
         phase = (index // STAGES) & 1
         mbarrier.wait(k_raw.index(raw), phase)
         if rest < BLOCK_N:
-            _zero_rows(k_ring.index(s), rest, BLOCK_N, D)
+            zero_rows(k_ring.index(s), rest, BLOCK_N, D)
             fence_async_shared()
         mbarrier.arrive(k_ready.index(s), count=1)
         mbarrier.wait(v_raw.index(raw), phase)
         if rest < BLOCK_N:
-            _zero_rows(v_ring.index(s), rest, BLOCK_N, D)
+            zero_rows(v_ring.index(s), rest, BLOCK_N, D)
             fence_async_shared()
         mbarrier.arrive(v_ready.index(s), count=1)
         stage += num_keys
         index += 1  # noqa: SIM113
-
-
-@gluon.jit
-def _store_tile(out_desc, out_ptr, out_tile, out, row, num_rows, channel, stride_ot, D: gl.constexpr):
-    """Write 64 output rows: whole tiles by TMA, the last rows of a sequence one by one."""
-    tma.store_wait(pendings=0)
-    out_tile.store(out)
-    if num_rows >= _ROWS:
-        fence_async_shared()
-        _tma_store(out_desc, [row, channel], out_tile)
-    else:
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
-        rows = gl.arange(0, _ROWS, gl.SliceLayout(1, layout))
-        channels = gl.arange(0, D, gl.SliceLayout(0, layout))
-        pointers = out_ptr + row.to(gl.int64) * stride_ot + channel + (rows[:, None] * stride_ot + channels[None, :])
-        mask = (rows < num_rows)[:, None] & (channels < D)[None, :]
-        gl.store(pointers, out_tile.load(layout), mask=mask)
 
 
 @gluon.jit
@@ -200,7 +143,7 @@ def _consume(
     step = gl.num_programs(0)
     work = gl.program_id(0)
     if work < num_works:
-        first_q, len_q, _first_k, len_k = _load_chunk(chunks_ptr, work, num_heads)
+        first_q, len_q, _first_k, len_k = load_chunk(chunks_ptr, work, num_heads)
         mbarrier.wait(q_ready.index(W * 2), 0)
         mbarrier.wait(k_ready.index(0), 0)
         k_first = k_ring.index(0).slice(0, HALF, dim=0)
@@ -210,10 +153,10 @@ def _consume(
         base = 0  # key tiles of earlier chunks
         for work in range(gl.program_id(0), num_works, step):
             following = gl.minimum(work + step, num_works - 1)
-            next_q, next_len_q, _next_first_k, next_len_k = _load_chunk(chunks_ptr, following, num_heads)
+            next_q, next_len_q, _next_first_k, next_len_k = load_chunk(chunks_ptr, following, num_heads)
             is_final_work = work + step >= num_works
             num_tiles = (len_q + _TILE_ROWS - 1) // _TILE_ROWS
-            num_keys = _num_key_tiles(len_k, BLOCK_N)
+            num_keys = num_key_tiles(len_k, BLOCK_N)
             for t in range(num_tiles):
                 is_last_tile = t == num_tiles - 1
                 q = q_tiles.index(W * 2 + (tile & 1))
@@ -244,7 +187,7 @@ def _consume(
                     scores, acc, p, other_p = warpgroup_mma_wait(0, deps=[scores, acc, p, other_p])
                     mbarrier.arrive(v_empty.index(s), count=1, pred=is_last_tile)
                 row = first_q + t * _TILE_ROWS + W * _ROWS
-                _store_tile(
+                store_tile(
                     out_desc, out_ptr, out_tile, (acc * post_scale).to(dtype), row, len_q - t * _TILE_ROWS - W * _ROWS,
                     (work % num_heads) * D, stride_ot, D,
                 )  # fmt: skip
@@ -282,17 +225,15 @@ def _gdpa_hopper_fwd_kernel(
     out_tiles = gl.allocate_shared_memory(dtype, [2, _ROWS, D], out_desc.layout)
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_desc.layout)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], v_desc.layout)
-    barrier_layout: gl.constexpr = mbarrier.MBarrierLayout()
-    q_ready = gl.allocate_shared_memory(gl.int64, [4, 1], barrier_layout)
-    q_empty = gl.allocate_shared_memory(gl.int64, [4, 1], barrier_layout)
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
-    # Where the copy of a chunk's last tile reports, before the cleaner passes it on; a chunk has at least one tile, so
-    # no slot is taken again before the ring has moved on.
-    k_raw = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
-    v_raw = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
+    q_ready = allocate_barriers(4)
+    q_empty = allocate_barriers(4)
+    k_ready = allocate_barriers(STAGES)
+    k_empty = allocate_barriers(STAGES)
+    v_ready = allocate_barriers(STAGES)
+    v_empty = allocate_barriers(STAGES)
+    # Where the copy of a chunk's last tile reports, before the cleaner passes it on.
+    k_raw = allocate_barriers(STAGES)
+    v_raw = allocate_barriers(STAGES)
     for i in gl.static_range(4):
         mbarrier.init(q_ready.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from gem_kernels._src.attention.hopper.schedule import BLOCK, OTHERS, _schedule_kernel
+from gem_kernels._src.attention.hopper.specs import hopper_spec
 from gem_kernels._src.compile_spec import CompileSpec
 
 
 def compile_specs() -> Sequence[CompileSpec]:
     """Every kernel in both head dims and both dtypes, and the kernel that cuts a batch into chunks."""
     # Imported here: only the compile test and CUDA launches need Gluon.
+    from gem_kernels._src.attention.hopper.tiles import ROWS, TILE_ROWS
     from gem_kernels._src.gdpa.hopper_activation import scaled_activation
     from gem_kernels._src.gdpa.hopper_backward import _gdpa_hopper_dkdv_kernel, _gdpa_hopper_dq_kernel
-    from gem_kernels._src.gdpa.hopper_forward import ROWS, TILE_ROWS, _gdpa_hopper_fwd_kernel
+    from gem_kernels._src.gdpa.hopper_forward import _gdpa_hopper_fwd_kernel
     from gem_kernels._src.gdpa.hopper_launch import BLOCK_N, DKDV_STAGES, DQ_BLOCK_N, DQ_STAGES, STAGES
-    from gem_kernels._src.gdpa.hopper_schedule import BLOCK, OTHERS, _schedule_kernel
 
     act = scaled_activation("fast_gelu")
     value, derivative = {"ACTIVATION": act.value}, {"ACTIVATION_DERIVATIVE": act.derivative}
@@ -23,7 +24,7 @@ def compile_specs() -> Sequence[CompileSpec]:
     for name, dim in (("bf16", 64), ("bf16", 128), ("fp16", 128)):
         common = {"HAS_PRE_SCALE": True, "GROUP": 1, "D": dim, "num_warps": 4}
         specs += [
-            _spec(
+            hopper_spec(
                 f"hopper-forward-{name}-D{dim}",
                 _gdpa_hopper_fwd_kernel,
                 name,
@@ -32,7 +33,7 @@ def compile_specs() -> Sequence[CompileSpec]:
                 {**common, **value, "STAGES": STAGES[dim], "BLOCK_N": BLOCK_N},
                 max_spill_bytes=16,
             ),
-            _spec(
+            hopper_spec(
                 f"hopper-dkdv-{name}-D{dim}",
                 _gdpa_hopper_dkdv_kernel,
                 name,
@@ -43,7 +44,7 @@ def compile_specs() -> Sequence[CompileSpec]:
                 # Two accumulators of 64 registers and two tiles of scores leave few for addresses.
                 max_spill_bytes=224,
             ),
-            _spec(
+            hopper_spec(
                 f"hopper-dq-{name}-D{dim}",
                 _gdpa_hopper_dq_kernel,
                 name,
@@ -73,40 +74,3 @@ def compile_specs() -> Sequence[CompileSpec]:
         )
     )
     return specs
-
-
-def _spec(
-    spec_id: str,
-    kernel: Any,
-    name: str,
-    dim: int,
-    tiles: Mapping[str, int],
-    constexprs: Mapping[str, Any],
-    *,
-    max_spill_bytes: int,
-) -> CompileSpec:
-    """A Gluon kernel whose arguments are tile descriptors (by rows), pointers, strides, head counts and scales."""
-    from triton.experimental.gluon import language as gl
-
-    dtype = {"bf16": gl.bfloat16, "fp16": gl.float16}[name]
-    signature = {}
-    for argument in kernel.arg_names:
-        if argument in tiles:
-            rows = tiles[argument]
-            layout = gl.NVMMASharedLayout.get_default_for([rows, dim], dtype)
-            signature[argument] = f"tensordesc<{name}[{rows}, {dim}],{layout!r}>"
-        elif argument.endswith("chunks_ptr"):
-            signature[argument] = "*i32"
-        elif argument.endswith("_ptr"):
-            signature[argument] = f"*{name}"
-        elif argument not in constexprs:
-            signature[argument] = "fp32" if argument.endswith("_scale") else "i32"
-    return CompileSpec(
-        id=spec_id,
-        kernel=kernel,
-        signature=signature,
-        constexprs=constexprs,
-        aligned=tuple(x for x in signature if x.endswith("_ptr") or x.startswith("stride")),
-        targets=(90,),
-        max_spill_bytes=max_spill_bytes,
-    )

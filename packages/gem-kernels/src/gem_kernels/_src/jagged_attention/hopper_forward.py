@@ -1,6 +1,6 @@
 """Hopper forward of jagged attention in Gluon: persistent, loads by TMA, softmax under the products of the same warps.
 
-A unit of work is a head and a chunk of query rows of one sequence (``hopper_schedule``). Four roles share a program:
+A unit of work is a head and a chunk of query rows of one sequence (``schedule.py``). Four roles share a program:
 
 * the producer copies tiles of Q, and of K and V into a ring of stages;
 * the cleaner zeroes the rows of a sequence's last V tile that belong to the next sequence: their probability is 0, but
@@ -26,16 +26,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gem_kernels._src.gdpa.hopper_forward import (
-    _ROWS,
-    _TILE_ROWS,
-    _load_chunk,
-    _num_key_tiles,
-    _store_tile,
-    _tma_load,
-    _zero_rows,
+from gem_kernels._src.attention.hopper.tiles import (
+    ROWS,
+    TILE_ROWS,
+    allocate_barriers,
+    load_chunk,
+    load_into_ring,
+    load_queries,
+    num_key_tiles,
+    store_tile,
+    tma_load,
+    zero_rows,
 )
 
+_TILE_ROWS = gl.constexpr(TILE_ROWS)
+_ROWS = gl.constexpr(ROWS)
 _LN2 = gl.constexpr(math.log(2.0))
 
 
@@ -44,26 +49,9 @@ def _load_values(
     v_desc, v_ring, v_ready, v_empty, v_raw, row, channel, stage, index, is_last, STAGES: gl.constexpr,
     BLOCK_N: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """Copy one V tile; the last of a sequence reports to the cleaner."""
     s = stage % STAGES
     mbarrier.wait(v_empty.index(s), ((stage // STAGES) & 1) ^ 1)
-    if is_last:
-        raw = index % STAGES
-        mbarrier.expect(v_raw.index(raw), BLOCK_N * D * 2)
-        _tma_load(v_desc, [row, channel], v_raw.index(raw), v_ring.index(s))
-    else:
-        mbarrier.expect(v_ready.index(s), BLOCK_N * D * 2)
-        _tma_load(v_desc, [row, channel], v_ready.index(s), v_ring.index(s))
-
-
-@gluon.jit
-def _load_queries(q_desc, q_tiles, q_ready, q_empty, row, channel, tile, D: gl.constexpr):
-    """Copy the query tiles of both consumers."""
-    for w in gl.static_range(2):
-        slot = w * 2 + (tile & 1)
-        mbarrier.wait(q_empty.index(slot), ((tile >> 1) & 1) ^ 1)
-        mbarrier.expect(q_ready.index(slot), _ROWS * D * 2)
-        _tma_load(q_desc, [row + w * _ROWS, channel], q_ready.index(slot), q_tiles.index(slot))
+    load_into_ring(v_desc, v_ring, v_ready, v_raw, row, channel, s, index % STAGES, is_last, BLOCK_N, D)
 
 
 @gluon.jit
@@ -75,19 +63,19 @@ def _produce(
     stage = 0  # key tiles so far
     index = 0  # units of work so far
     for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
-        first_q, len_q, first_k, len_k = _load_chunk(chunks_ptr, work, num_heads)
+        first_q, len_q, first_k, len_k = load_chunk(chunks_ptr, work, num_heads)
         head = work % num_heads
         channel_q = head * D
         channel_k = (head // GROUP) * D
         num_tiles = (len_q + _TILE_ROWS - 1) // _TILE_ROWS
-        num_keys = _num_key_tiles(len_k, BLOCK_N)
+        num_keys = num_key_tiles(len_k, BLOCK_N)
         for j in range(num_keys):
             s = stage % STAGES
             mbarrier.wait(k_empty.index(s), ((stage // STAGES) & 1) ^ 1)
             mbarrier.expect(k_ready.index(s), BLOCK_N * D * 2)
-            _tma_load(k_desc, [first_k + j * BLOCK_N, channel_k], k_ready.index(s), k_ring.index(s))
+            tma_load(k_desc, [first_k + j * BLOCK_N, channel_k], k_ready.index(s), k_ring.index(s))
             if j == 0:
-                _load_queries(q_desc, q_tiles, q_ready, q_empty, first_q, channel_q, tile, D)
+                load_queries(q_desc, q_tiles, q_ready, q_empty, first_q, 0, channel_q, tile, D)
             else:
                 # Scores come one tile before values.
                 _load_values(
@@ -101,7 +89,7 @@ def _produce(
         )  # fmt: skip
         tile += 1
         for t in range(1, num_tiles):
-            _load_queries(q_desc, q_tiles, q_ready, q_empty, first_q + t * _TILE_ROWS, channel_q, tile, D)
+            load_queries(q_desc, q_tiles, q_ready, q_empty, first_q + t * _TILE_ROWS, 0, channel_q, tile, D)
             tile += 1
         index += 1  # noqa: SIM113
 
@@ -114,13 +102,13 @@ def _clean(
     stage = 0
     index = 0
     for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
-        _first_q, _len_q, _first_k, len_k = _load_chunk(chunks_ptr, work, num_heads)
-        num_keys = _num_key_tiles(len_k, BLOCK_N)
+        _first_q, _len_q, _first_k, len_k = load_chunk(chunks_ptr, work, num_heads)
+        num_keys = num_key_tiles(len_k, BLOCK_N)
         s = (stage + num_keys - 1) % STAGES
         rest = len_k - (num_keys - 1) * BLOCK_N
         mbarrier.wait(v_raw.index(index % STAGES), (index // STAGES) & 1)
         if rest < BLOCK_N:
-            _zero_rows(v_ring.index(s), rest, BLOCK_N, D)
+            zero_rows(v_ring.index(s), rest, BLOCK_N, D)
             fence_async_shared()
         mbarrier.arrive(v_ready.index(s), count=1)
         stage += num_keys
@@ -170,7 +158,7 @@ def _consume(
     step = gl.num_programs(0)
     work = gl.program_id(0)
     if work < num_works:
-        first_q, len_q, _first_k, len_k = _load_chunk(chunks_ptr, work, num_heads)
+        first_q, len_q, _first_k, len_k = load_chunk(chunks_ptr, work, num_heads)
         mbarrier.wait(q_ready.index(W * 2), 0)
         mbarrier.wait(k_ready.index(0), 0)
         scores = warpgroup_mma(
@@ -185,10 +173,10 @@ def _consume(
         base = 0  # key tiles of earlier chunks
         for work in range(gl.program_id(0), num_works, step):
             following = gl.minimum(work + step, num_works - 1)
-            next_q, next_len_q, _next_first_k, next_len_k = _load_chunk(chunks_ptr, following, num_heads)
+            next_q, next_len_q, _next_first_k, next_len_k = load_chunk(chunks_ptr, following, num_heads)
             is_final_work = work + step >= num_works
             num_tiles = (len_q + _TILE_ROWS - 1) // _TILE_ROWS
-            num_keys = _num_key_tiles(len_k, BLOCK_N)
+            num_keys = num_key_tiles(len_k, BLOCK_N)
             for t in range(num_tiles):
                 is_last_tile = t == num_tiles - 1
                 q = q_tiles.index(W * 2 + (tile & 1))
@@ -242,7 +230,7 @@ def _consume(
                 num_rows = len_q - t * _TILE_ROWS - W * _ROWS
                 head = work % num_heads
                 out = (acc * gl.convert_layout(1.0 / total, out_row_layout)[:, None]).to(dtype)
-                _store_tile(out_desc, out_ptr, out_tile, out, row, num_rows, head * D, stride_ot, D)
+                store_tile(out_desc, out_ptr, out_tile, out, row, num_rows, head * D, stride_ot, D)
                 lse = gl.where(is_empty, float("-inf"), row_max * scale_log2 * _LN2 + gl.log(total))
                 gl.store(lse_ptr + row.to(gl.int64) * num_heads + head + rows * num_heads, lse, mask=rows < num_rows)
                 p = next_p
@@ -280,16 +268,14 @@ def _jagged_attention_hopper_fwd_kernel(
     out_tiles = gl.allocate_shared_memory(dtype, [2, _ROWS, D], out_desc.layout)
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_desc.layout)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], v_desc.layout)
-    barrier_layout: gl.constexpr = mbarrier.MBarrierLayout()
-    q_ready = gl.allocate_shared_memory(gl.int64, [4, 1], barrier_layout)
-    q_empty = gl.allocate_shared_memory(gl.int64, [4, 1], barrier_layout)
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
-    # Where the copy of a chunk's last V tile reports, before the cleaner passes it on; a chunk has at least one tile,
-    # so no slot is taken again before the ring has moved on.
-    v_raw = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
+    q_ready = allocate_barriers(4)
+    q_empty = allocate_barriers(4)
+    k_ready = allocate_barriers(STAGES)
+    k_empty = allocate_barriers(STAGES)
+    v_ready = allocate_barriers(STAGES)
+    v_empty = allocate_barriers(STAGES)
+    # Where the copy of a chunk's last V tile reports, before the cleaner passes it on.
+    v_raw = allocate_barriers(STAGES)
     for i in gl.static_range(4):
         mbarrier.init(q_ready.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)

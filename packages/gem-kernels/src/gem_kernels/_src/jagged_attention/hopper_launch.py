@@ -6,10 +6,10 @@ import math
 
 from torch import Tensor
 
+from gem_kernels._src.attention.hopper.call import call, descriptor
+from gem_kernels._src.attention.hopper.launch import multiprocessors, query_chunks, serves
 from gem_kernels._src.attention.launch import device_guard
 from gem_kernels._src.attention.pairing import Pairing
-from gem_kernels._src.gdpa import hopper_launch as gdpa_launch
-from gem_kernels._src.gdpa.hopper_call import call, descriptor
 from gem_kernels._src.jagged_attention.bias import Bias
 
 HEAD_DIM = 128
@@ -22,16 +22,14 @@ STAGES = 2
 
 
 def applies(q: Tensor, k: Tensor, v: Tensor, pairing: Pairing, left: int, right: int, bias: Bias) -> bool:
-    """Whether the kernel computes this call: half precision, no window, no bias, D = D_v = 128, heads side by side.
+    """Whether the kernel computes this call: what ``serves`` asks, D = D_v = 128, no bias, and whole tiles of queries.
 
-    A pure function of shapes, strides, dtype, ``max_seqlen_q`` and capability, as for GDPA. Everything else runs on the
-    portable kernel, with the same result up to rounding.
+    A pure function of shapes, strides, dtype, ``max_seqlen_q`` and capability.
     """
     return (
         not bias.is_set
-        and q.shape[2] == HEAD_DIM
         and pairing.max_seqlen_q >= MIN_SEQLEN_Q
-        and gdpa_launch.applies(q, k, v, pairing, None, left, right)
+        and serves(q, k, v, pairing, left, right, head_dims=(HEAD_DIM,))
     )
 
 
@@ -40,7 +38,7 @@ def launch_hopper_forward(
 ) -> None:
     """Write ``out`` (T_q, H, D) and ``lse`` (T_q, H), contiguous, with a row; the caller has asked ``applies``."""
     # Imported here: Gluon exists for NVIDIA GPUs only, and not in every Triton.
-    from gem_kernels._src.gdpa.hopper_forward import ROWS
+    from gem_kernels._src.attention.hopper.tiles import ROWS
     from gem_kernels._src.jagged_attention.hopper_forward import _jagged_attention_hopper_fwd_kernel
 
     if k.shape[0] == 0:
@@ -58,9 +56,8 @@ def launch_hopper_forward(
             out,
             out.stride(0),
             lse,
-            *gdpa_launch._query_chunks(q, offsets_q, offsets_k, BLOCK_N * STAGES),
+            *query_chunks(q, offsets_q, offsets_k, BLOCK_N * STAGES),
             num_heads,
             scale * math.log2(math.e),
         )
-        programs = gdpa_launch._multiprocessors(q.device)
-        call(_jagged_attention_hopper_fwd_kernel, programs, arguments, constants, q.device)
+        call(_jagged_attention_hopper_fwd_kernel, multiprocessors(q.device), arguments, constants, q.device)

@@ -1,7 +1,7 @@
 """Calls of Hopper's kernels that cost the host little: these kernels end in tenths of a millisecond.
 
 Triton looks at every argument of every call to find the variant that was compiled for its kind, and a tile descriptor
-checks itself. Here the caller names the variant, and ``hopper_launch.applies`` has done the checks.
+checks itself. Here the caller names the variant, and ``serves`` has done the checks.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gem_kernels._src.gdpa.hopper_call import call
+from gem_kernels._src.attention.hopper.call import call
 
 MAX_TILES = 8
 """Query tiles of a chunk whose keys stay in shared memory."""

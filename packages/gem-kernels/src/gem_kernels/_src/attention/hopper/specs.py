@@ -1,0 +1,50 @@
+"""From a Gluon kernel and its tiles to the variant that the compile test builds for Hopper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gem_kernels._src.compile_spec import CompileSpec
+
+_TYPES = {"lse_ptr": "*fp32", "chunks_ptr": "*i32", "num_chunks_ptr": "*i32"}
+"""Of pointers that do not point to elements of q."""
+
+
+def hopper_spec(
+    spec_id: str,
+    kernel: Any,
+    name: str,
+    dim: int,
+    tiles: Mapping[str, int],
+    constexprs: Mapping[str, Any],
+    *,
+    max_spill_bytes: int,
+) -> CompileSpec:
+    """A Gluon kernel whose arguments are tile descriptors (by rows), pointers, strides, head counts and scales.
+
+    ``name`` is the dtype in Triton's notation, bf16 or fp16.
+    """
+    # Imported here: only the compile test needs Gluon.
+    from triton.experimental.gluon import language as gl
+
+    dtype = {"bf16": gl.bfloat16, "fp16": gl.float16}[name]
+    signature = {}
+    for argument in kernel.arg_names:
+        if argument in tiles:
+            rows = tiles[argument]
+            layout = gl.NVMMASharedLayout.get_default_for([rows, dim], dtype)
+            signature[argument] = f"tensordesc<{name}[{rows}, {dim}],{layout!r}>"
+        elif argument.endswith("_ptr"):
+            signature[argument] = _TYPES.get(argument, f"*{name}")
+        elif argument not in constexprs:
+            signature[argument] = "fp32" if "scale" in argument else "i32"
+    return CompileSpec(
+        id=spec_id,
+        kernel=kernel,
+        signature=signature,
+        constexprs=constexprs,
+        aligned=tuple(x for x in signature if x.endswith("_ptr") or x.startswith("stride")),
+        targets=(90,),
+        max_spill_bytes=max_spill_bytes,
+    )
