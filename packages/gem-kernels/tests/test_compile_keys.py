@@ -70,3 +70,10 @@ def test_no_size_of_a_batch_is_a_compile_key():
         if name not in kernel.unspecialised | FIXED_BY_THE_MODEL | FLOATS | CONSTANT
     }
     assert not keys, f"name them in do_not_specialize, or in this test as what a model fixes: {sorted(keys)}"
+
+
+def test_no_kernel_is_tuned_where_it_runs():
+    """Ranks that time candidates by themselves choose other ones, whose results differ; here a table chooses."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        assert not names & {"autotune", "heuristics", "Autotuner"}, f"{path.name} tunes a kernel"
