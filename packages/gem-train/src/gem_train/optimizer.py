@@ -53,13 +53,23 @@ def build_adamw(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Sets the step size of all groups."""
+    """Sets the step size of all groups.
+
+    Args:
+        optimizer: As `build_adamw` gives it.
+        learning_rate: Step size from the next update on.
+    """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state as `<parameter name>.<moment>` -> live tensor."""
+    """The optimizer's state as `<parameter name>.<moment>` -> live tensor.
+
+    Args:
+        model: What the optimizer updates.
+        optimizer: As `build_adamw` gives it, whose state is there from the beginning.
+    """
     return {
         f"{name}.{key}": tensor
         for name, parameter in model.named_parameters()

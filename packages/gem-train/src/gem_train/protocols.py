@@ -177,7 +177,12 @@ class TrainableModel(Protocol):
         """Task -> logits (B,)."""
 
     def loss(self, outputs: Mapping[str, Tensor], batch: Any) -> Any:
-        """A ``Loss``-shaped tuple."""
+        """A ``Loss``-shaped tuple: sums over this rank's samples, which the trainer divides by those of all ranks.
+
+        Args:
+            outputs: Task -> logits (B,).
+            batch: The samples, with their labels.
+        """
 
     def flops(self, batch: Any) -> Any:
         """A ``FlopCount``."""

@@ -45,7 +45,12 @@ class Batch:
     """(B,) int64, row of the sample in the events file: the same in every run, so that runs can be paired."""
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Batch:
-        """Returns the batch on `device`; with `non_blocking`, copies from pinned memory do not wait."""
+        """Returns the batch on another device.
+
+        Args:
+            device: Where to.
+            non_blocking: Whether copies from page-locked memory return before they are done.
+        """
         return self._map(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Batch:

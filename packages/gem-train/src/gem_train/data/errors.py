@@ -14,6 +14,8 @@ class DataError(ValueError):
         row: Row index in the file, from 0, or None when no single row is at fault.
         rule: The rule that is broken.
         value: The value found, or None.
+
+    The message ends with what to do about it.
     """
 
     def __init__(
