@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gem_kernels import block_attention, gdpa, jagged_attention
+from gem_kernels import block_attention, gdpa, gdpa_norm_block, jagged_attention
 from gem_kernels.modules import GDPA, BlockAttention, JaggedAttention
 from gem_kernels.testing import attention_inputs
 
@@ -32,6 +32,29 @@ def test_jagged_attention_module_is_the_function(options):
 def test_gdpa_module_is_the_function(options):
     module = GDPA(**options)
     assert torch.equal(module(X.q, X.k, X.v, **BATCH), gdpa(X.q, X.k, X.v, **BATCH, **options))
+
+
+def test_gdpa_module_is_the_norm_block():
+    module, options = GDPA("silu", 0.5, 2.0), {"activation": "silu", "pre_scale": 0.5, "post_scale": 2.0}
+    assert torch.equal(
+        module(X.q, X.k, X.v, **BATCH, norm_block=True), gdpa_norm_block(X.q, X.k, X.v, **BATCH, **options)
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "call"),
+    [
+        ({"causal": True}, {}),
+        ({"window_size": (2, 1)}, {}),
+        ({}, {"offsets_q": None}),
+        ({}, {"num_targets": torch.tensor([1, 0, 2])}),
+        ({}, {"request_index": torch.tensor([0, 1, 2])}),
+    ],
+)
+def test_norm_block_with_what_the_block_has_not_is_refused(options, call):
+    with pytest.raises(ValueError, match=r"GDPA: `norm_block` must be False .* got True"):
+        GDPA(**options)(X.q, X.k, X.v, **(BATCH | call), norm_block=True)
+    assert GDPA(**options).has_norm_block == (not options)
 
 
 def draw(*shape: int, seed: int = 3) -> Tensor:

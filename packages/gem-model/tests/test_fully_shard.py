@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from gem_model import RankingModel, random_batch
+from gem_model._src import fused
 
 LENGTHS = (3, 0, 20, 64)
 
@@ -39,6 +40,11 @@ def test_gradients_are_those_of_the_plain_model(two_towers, mesh, lengths):
         candidate.loss(candidate(batch, embeddings), batch).total.backward()
     for (name, plain), cut in zip(model.named_parameters(), sharded.parameters(), strict=True):
         assert torch.equal(cut.grad.full_tensor(), plain.grad), name
+
+
+def test_fused_feed_forward_layers_have_the_same_gradients(two_towers, mesh, monkeypatch):
+    monkeypatch.setattr(fused, "_DEVICES", ("cpu",))
+    test_gradients_are_those_of_the_plain_model(two_towers, mesh, LENGTHS)
 
 
 def test_bfloat16_compute(two_towers, mesh):

@@ -10,7 +10,7 @@ import torch
 from precision_measures import stored, uneven
 from torch import Tensor, nn
 
-from gem_kernels import block_attention, gdpa, jagged_attention
+from gem_kernels import block_attention, gdpa, gdpa_norm_block, jagged_attention
 from gem_kernels.modules import GDPA, BlockAttention, JaggedAttention
 from gem_kernels.testing import attention_inputs, make_offsets
 from gem_precision import BF16Recipe, MXFP8Recipe, convert
@@ -273,3 +273,23 @@ def test_errors_come_from_the_op_that_knows_the_rule() -> None:
     for layer, arguments, error, words in cases:
         with pytest.raises(error, match=words):
             layer(x.q, x.k, x.v, **{**lengths, **arguments})
+
+
+def test_norm_block_of_bf16_activations_is_the_op_on_bfloat16():
+    x = attention_inputs((35, 0, 70), (4, 5, 7), num_heads=4, num_heads_kv=2, head_dim=16)
+    sides = {"offsets_q": x.offsets_q, "offsets_k": x.offsets_k, "max_seqlen_q": 70, "max_seqlen_k": 7}
+    layer = convert(GDPA("silu", 0.5), BF16Recipe(activations="bfloat16"))
+    assert layer.has_norm_block
+    operands = (x.q.bfloat16(), x.k.bfloat16(), x.v.bfloat16())
+    expected = gdpa_norm_block(*operands, **sides, activation="silu", pre_scale=0.5)
+    assert torch.equal(layer(*operands, **sides, norm_block=True), expected)
+
+
+@pytest.mark.parametrize("recipe", [BF16Recipe(), MXFP8Recipe()], ids=lambda recipe: recipe.name)
+def test_norm_block_is_refused_where_a_cast_would_round_the_residual(recipe):
+    x = attention_inputs((35, 0, 70), (4, 5, 7), num_heads=4, num_heads_kv=2, head_dim=16)
+    sides = {"offsets_q": x.offsets_q, "offsets_k": x.offsets_k, "max_seqlen_q": 70, "max_seqlen_k": 7}
+    layer = convert(GDPA(), recipe)
+    assert not layer.has_norm_block
+    with pytest.raises(ValueError, match=f"{type(layer).__name__}: `norm_block` must be False"):
+        layer(x.q, x.k, x.v, **sides, norm_block=True)

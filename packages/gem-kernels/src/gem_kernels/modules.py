@@ -15,6 +15,7 @@ from gem_kernels._src.jagged_attention.bias import BUCKETS_PER_OCTAVE
 from gem_kernels._src.validate import check_scalar, check_scale, check_window
 from gem_kernels.block_attention import block_attention
 from gem_kernels.gdpa import gdpa
+from gem_kernels.gdpa_norm_block import gdpa_norm_block
 from gem_kernels.jagged_attention import jagged_attention
 
 __all__ = ["GDPA", "BlockAttention", "JaggedAttention"]
@@ -130,6 +131,14 @@ class GDPA(nn.Module):
         self.causal = causal
         self.window_size = window_size
 
+    @property
+    def has_norm_block(self) -> bool:
+        """Whether ``forward`` takes ``norm_block=True`` and computes it in the dtype of its inputs, as it does without.
+
+        What replaces the module may say no: its caller then computes the norms and sums around it.
+        """
+        return not self.causal and self.window_size == (-1, -1)
+
     def forward(
         self,
         q: Tensor,
@@ -142,12 +151,36 @@ class GDPA(nn.Module):
         max_seqlen_k: int,
         num_targets: Tensor | None = None,
         request_index: Tensor | None = None,
+        norm_block: bool = False,
     ) -> Tensor:
         """Map q (T_q, H, D), k (T_k, H_kv, D), v (T_k, H_kv, D_v) to (T_q, H, D_v).
 
         Arguments, shapes and errors are those of :func:`gem_kernels.gdpa`: ``offsets_q=None`` makes q (S, H, D) seeds
-        of every sequence.
+        of every sequence. ``norm_block=True`` is :func:`gem_kernels.gdpa_norm_block` without weights: q is what comes
+        before the layer norm, and the result is ``rms_norm(gdpa(n, k, v) + n) + q`` with ``n = layer_norm(q)``.
+
+        Raises:
+            ValueError: if ``norm_block`` is asked for with a mask, seeds, targets or requests, or as the function.
         """
+        if norm_block:
+            if not self.has_norm_block or offsets_q is None or num_targets is not None or request_index is not None:
+                raise ValueError(
+                    f"{type(self).__name__}: `norm_block` must be False where `has_norm_block` is, with `num_targets` "
+                    "or `request_index`, and without `offsets_q`, got True; compute the norms and sums around the "
+                    "layer."
+                )
+            return gdpa_norm_block(
+                q,
+                k,
+                v,
+                offsets_q=offsets_q,
+                offsets_k=offsets_k,
+                max_seqlen_q=max_seqlen_q,
+                max_seqlen_k=max_seqlen_k,
+                activation=self.activation,
+                pre_scale=self.pre_scale,
+                post_scale=self.post_scale,
+            )
         return gdpa(
             q,
             k,

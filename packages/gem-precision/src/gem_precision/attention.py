@@ -132,7 +132,12 @@ class MXFP8JaggedAttention(_MXFP8TwoSided, JaggedAttention):
 
 
 class MXFP8GDPA(_MXFP8TwoSided, GDPA):
-    """``gem_kernels.modules.GDPA`` on MXFP8 operands; arguments as there, and ``recipe``."""
+    """``gem_kernels.modules.GDPA`` on MXFP8 operands; arguments as there, and ``recipe``.
+
+    Without ``norm_block``: the op would make operands of its own behind the casts.
+    """
+
+    has_norm_block = False  # type: ignore[assignment]
 
 
 class MXFP8BlockAttention(BlockAttention):
@@ -210,7 +215,15 @@ class BF16JaggedAttention(_BF16Operands, JaggedAttention):
 
 
 class BF16GDPA(_BF16Operands, GDPA):
-    """``gem_kernels.modules.GDPA`` on bfloat16 operands; arguments as there."""
+    """``gem_kernels.modules.GDPA`` on bfloat16 operands; arguments as there.
+
+    ``norm_block`` only where activations are bfloat16: elsewhere a cast of its q would round the residual.
+    """
+
+    @property
+    def has_norm_block(self) -> bool:
+        """Whether ``forward`` takes ``norm_block=True``."""
+        return super().has_norm_block and self.recipe.activations == "bfloat16"
 
 
 class BF16BlockAttention(_BF16Operands, BlockAttention):

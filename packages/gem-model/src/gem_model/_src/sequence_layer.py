@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from gem_kernels.modules import GDPA, BlockAttention, JaggedAttention
 from gem_model._src.blocks import normalize
+from gem_model._src.fused import fuses_norm_block
 from gem_model._src.jagged import Jagged, fixed_offsets
 from gem_model._src.rms_norm import rms_norm
 from gem_model._src.summary import Cross
@@ -41,17 +43,21 @@ class PersonalizedFeedForward(nn.Module):
         num_samples, num_tokens = x_sum.shape[:2]
         heads = (self._tower.num_heads, self._tower.head_dim)
         x_sum = normalize(x_sum)
-        keys, values = self.key(x_sum), self.value(x_sum)
-        out = self.attention(
-            normalized.to(keys.dtype).view(-1, *heads),
-            keys.reshape(num_samples * num_tokens, *heads),
-            values.reshape(num_samples * num_tokens, *heads),
-            offsets_q=s.offsets,
-            offsets_k=fixed_offsets(num_samples, num_tokens, x_sum.device).to(s.offsets.dtype),
-            max_seqlen_q=s.max_seqlen,
-            max_seqlen_k=num_tokens,
-        ).view(-1, self._tower.dim)
-        return s.values + self.dropout(rms_norm(out + normalized))
+        keys, values = (f(x_sum).reshape(num_samples * num_tokens, *heads) for f in (self.key, self.value))
+        layout = {
+            "offsets_q": s.offsets,
+            "offsets_k": fixed_offsets(num_samples, num_tokens, x_sum.device).to(s.offsets.dtype),
+            "max_seqlen_q": s.max_seqlen,
+            "max_seqlen_k": num_tokens,
+        }
+        dropout = self.dropout.p if self.training else 0.0
+        if fuses_norm_block(self.attention, s.values, keys, dropout):
+            block: Tensor = self.attention(s.values.view(-1, *heads), keys, values, **layout, norm_block=True)
+            # A sharded module must not return a view; nobody else holds this tensor, so it need not be one.
+            rows: Tensor = torch.ops.aten._unsafe_view.default(block, (-1, self._tower.dim))
+            return rows
+        out = self.attention(normalized.to(keys.dtype).view(-1, *heads), keys, values, **layout)
+        return s.values + self.dropout(rms_norm(out.view(-1, self._tower.dim) + normalized))
 
     def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:
         """FLOPs by module."""

@@ -1,0 +1,25 @@
+"""Where one fused op of gem_kernels stands for several plain ones: pure functions, so that all ranks agree."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+_DEVICES = ("cuda",)
+"""The CPU kernels of the block run the attention twice, which costs more there than what they keep out of memory."""
+
+
+def fuses_norm_block(attention: nn.Module, residual: Tensor, keys: Tensor, dropout: float) -> bool:
+    """Whether a GDPA layer computes the norms and sums around it, too, with the rounding of the plain computation.
+
+    Not with a layer that a recipe has replaced by one that cannot; nor where the residual is wider than the keys,
+    since the op has one dtype; nor with dropout, which stands between norm and residual.
+    """
+    device_type = residual.device.type
+    return (
+        device_type in _DEVICES
+        and bool(getattr(attention, "has_norm_block", False))
+        and residual.dtype == keys.dtype
+        and not torch.is_autocast_enabled(device_type)
+        and dropout == 0.0
+    )
