@@ -8,14 +8,15 @@ finds every bad id and every offset that is out of place, and leaves what is saf
 that offsets do not fall.
 
 Adding a shift to each element makes a value the row of its engine and an offset a position among the engine's values.
-The offsets of all pooled features in a row then are bags: where one feature's end meets the next one's start there is
-an empty bag between them, whose output belongs to nobody. Unpooled features come first, as bags of one id.
+The offsets of all pooled features in a row then are bags, once where one feature's end meets the next one's start the
+first of the two is left out. Unpooled features come first, as bags of one id.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["BatchLayout", "Structure", "Unit", "UnitLayout"]
+__all__ = ["BatchLayout", "Check", "Structure", "Unit", "UnitLayout", "make_check"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +49,22 @@ class Unit:
 
 
 @dataclass(kw_only=True, slots=True)
+class Check:
+    """What is wrong with a batch of L elements, of which A are values and K offsets."""
+
+    faults: Tensor
+    """(L + K - 1,) bool: elements out of their bounds, then falls from one offset to the next."""
+    bad: Tensor
+    """(L,) the first part of it."""
+    bad_values: Tensor
+    """(A,) the first part of that."""
+    falls: Tensor
+    """(K - 1,) the last part."""
+    scratch: Tensor | None
+    """(A,) int64 row that takes the place of a bad value, where those are dropped: the one after its table's last."""
+
+
+@dataclass(kw_only=True, slots=True)
 class UnitLayout:
     """One engine's part of a batch."""
 
@@ -56,17 +73,19 @@ class UnitLayout:
     values: slice
     """Of the batch's tensor."""
     num_values: int
-    bags: slice | None
-    """Of the batch's tensor; None if every bag is one id."""
+    num_offsets: int
+    """Offsets of its bags, which follow those of the units before; 0 if every bag is one id."""
+    kept: Tensor | None
+    """(num_outputs + 1,) int64: which of these offsets are bags'; None if all are."""
     counting: Tensor | None
     """0, 1, ...: the offsets of unpooled features, if there are pooled ones, too."""
     sizes: list[int]
-    """Output rows of each feature, and of the empty bags between pooled ones."""
-    names_at: list[int]
-    """Index in ``sizes`` of each feature."""
+    """Output rows of each feature."""
     num_outputs: int
-    mean_start: int | None
-    """First output row that is a mean, up to the last row; None if there is none."""
+    num_before_means: int
+    """Output rows that are no means; they come first."""
+    has_means: bool
+    means_only: bool
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,6 +93,8 @@ class BatchLayout:
     """Positions in the batch's tensor (L,), of which A are values."""
 
     units: list[UnitLayout]
+    parts: list[int]
+    """Lengths, from the first element on: each unit's values, then each unit's offsets of bags, then the rest."""
     low: Tensor
     """(L,) int64 bounds, inclusive."""
     high: Tensor
@@ -89,6 +110,25 @@ class BatchLayout:
     """A feature has values but no bags."""
     pairs: list[tuple[str, slice, slice]]
     """Each feature's values and offsets."""
+    outputs: list[str]
+    """Features, as outputs are in order."""
+    outputs_at: list[int]
+    """Of each, its place in order of unit and slot."""
+    sizes: list[list[int]]
+    """Of each unit with features: rows of each of its sums, then if it has means, of each of its means."""
+    whole: bool
+    """Every element comes with the batch: no unit is ``counting``."""
+    check: Check | None = None
+    """Memory for the check of one batch after the other, on one stream."""
+
+
+def make_check(layout: BatchLayout, *, drop: bool) -> Check:
+    """Memory for a check."""
+    length, split = layout.low.numel(), layout.num_values
+    faults = torch.empty(2 * length - split - 1, dtype=torch.bool, device=layout.low.device)
+    bad = faults[:length]
+    scratch = layout.high[:split] + 1 if drop else None
+    return Check(faults=faults, bad=bad, bad_values=bad[:split], falls=faults[length:], scratch=scratch)
 
 
 class _Part:
@@ -103,6 +143,7 @@ class _Part:
         self.num_sums = poolings.count("sum")
         self.has_means = self.num_single + self.num_sums < len(slots)
         self.mixed = 0 < self.num_single < len(slots)
+        self.pooled = range(self.first + self.num_single, self.end)
 
 
 class Structure:
@@ -115,10 +156,13 @@ class Structure:
     Args:
         units: All engines' features.
         present: Per unit and slot, whether the batch has the feature.
+        outputs: All features, as outputs are in order.
         device: Of the batch.
     """
 
-    def __init__(self, units: Sequence[Unit], present: Sequence[Sequence[bool]], device: torch.device) -> None:
+    def __init__(
+        self, units: Sequence[Unit], present: Sequence[Sequence[bool]], outputs: Sequence[str], device: torch.device
+    ) -> None:
         # Comes with fbgemm, without which the package imports, too.
         import numpy as np
 
@@ -127,17 +171,18 @@ class Structure:
         for unit, here in zip(units, present, strict=True):
             self._parts.append(_Part(unit, here, self._parts[-1].end if self._parts else 0))
         self._names = [name for part in self._parts for name in part.names]
+        self._outputs = [name for name in outputs if name in self._names]
+        self._outputs_at = [self._names.index(name) for name in self._outputs]
         count = len(self._names)
         self._first = np.array([part.first for part in self._parts for _ in part.names], dtype=np.int64)
         runs: list[int] = []
         """Feature; or ~unit for the bags of one id."""
         for at, part in enumerate(self._parts):
             runs += [~at] if part.mixed else []
-            runs += range(part.first + part.num_single, part.end)
+            runs += part.pooled
         self._run_order = runs + [
             feature for part in self._parts for feature in range(part.first, part.first + part.num_single)
         ]
-        self._num_bag_runs = len(runs)
         starts, start = [], count
         for run in self._run_order:
             starts.append(start)
@@ -155,6 +200,22 @@ class Structure:
         ]
         self._template[1:4, :count] = np.array(slots).reshape(count, 3).T
         self._template[4, self._runs_at] = 1
+
+    @property
+    def names(self) -> list[str]:
+        """Features in order of their values; a feature of several units more than once."""
+        return self._names
+
+    @property
+    def num_pooled(self) -> list[int]:
+        """Features of each unit whose offsets are bags."""
+        return [len(part.pooled) for part in self._parts]
+
+    @property
+    def runs(self) -> list[int]:
+        """Index in ``names`` of each feature, in order of their offsets."""
+        runs: list[int] = self._runs.tolist()
+        return runs
 
     def lay_out(self, num_values: Sequence[int], num_offsets: Sequence[int]) -> BatchLayout:
         """The layout of a batch whose features have so many values and offsets; P of each."""
@@ -179,11 +240,14 @@ class Structure:
         for single, place in zip(singles, self._single_at, strict=True):
             table[1, place] = table[4, place] = single
         np.cumsum(table[4], out=table[4])
-        low, high, shift, number = self._expand(table)
+        seams = [self._seams(part, num_values, num_offsets) for part in self._parts]
+        (low, high, shift, number), kept = self._expand(table, seams)
         total = int(table[4, len(values) - 1])
-        units, pairs = self._place(num_values, num_offsets, starts, total)
+        units, pairs = self._place(num_values, num_offsets, starts, total, kept)
+        bags = [unit.num_offsets for unit in units]
         return BatchLayout(
             units=units,
+            parts=[*(unit.num_values for unit in units), *bags, int(table[4, -1]) - total - sum(bags)],
             low=low,
             high=high,
             shift=shift,
@@ -192,19 +256,58 @@ class Structure:
             num_falls=self._count_falls(shifts, shifts + ends, singles),
             impossible=bool((ends < values).any()),
             pairs=pairs,
+            outputs=self._outputs,
+            outputs_at=self._outputs_at,
+            sizes=[
+                sizes
+                for part, unit in zip(self._parts, units, strict=True)
+                for first in [part.num_single + part.num_sums]
+                for sizes in (unit.sizes[:first], unit.sizes[first:])
+                if sizes
+            ],
+            whole=all(unit.counting is None for unit in units),
         )
 
-    def _expand(self, table: NDArray[np.int64]) -> tuple[Tensor, ...]:
-        """(low, high, shift, table) per element, of segments; the last row of ``table`` says where each ends."""
+    def _seams(self, part: _Part, num_values: Sequence[int], num_offsets: Sequence[int]) -> list[int]:
+        """Output row at which each pooled feature but the first begins, then the number of all; [] if there is none."""
+        if len(part.pooled) < 2:
+            return []
+        sizes = [sum(num_values[part.first : part.first + part.num_single])]
+        sizes += [num_offsets[feature] - 1 for feature in part.pooled]
+        return list(accumulate(sizes))[1:]
+
+    def _expand(
+        self, table: NDArray[np.int64], seams: Sequence[Sequence[int]]
+    ) -> tuple[Sequence[Tensor], list[Tensor | None]]:
+        """Per element of the batch and per bag of each unit, of what is known per segment and per feature.
+
+        Returns:
+            (low, high, shift, table) of elements, ``table``'s last row saying where each segment ends; and
+            ``UnitLayout.kept`` of each unit.
+        """
+        import numpy as np
+
+        numbers = np.concatenate([table.ravel(), *(np.array(each, dtype=np.int64) for each in seams)])
         if self._device.type == "cpu":
-            small = torch.from_numpy(table)
+            small = torch.from_numpy(numbers)
         else:
-            pinned = torch.empty(table.shape, dtype=torch.int64, pin_memory=True)
-            pinned.numpy()[:] = table
+            pinned = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=True)
+            pinned.numpy()[:] = numbers
             small = pinned.to(self._device, non_blocking=True)
-        elements = torch.arange(int(table[-1, -1]), device=self._device)
-        which = torch.searchsorted(small[-1], elements, right=True)
-        return small[:-1].index_select(1, which).unbind()
+        segments, *ends = small.split([table.size, *(len(each) for each in seams)])
+        segments = segments.view(table.shape)
+        longest = max([int(table[-1, -1]), *(each[-1] + 1 for each in seams if each)])
+        elements = torch.arange(longest, device=self._device)
+        which = torch.searchsorted(segments[-1], elements[: int(table[-1, -1])], right=True)
+        kept: list[Tensor | None] = []
+        for each, end in zip(seams, ends, strict=True):
+            if not each:
+                kept.append(None)
+                continue
+            # One is left out at each seam; the last bag's end comes after them all.
+            rows = elements[: each[-1] + 1]
+            kept.append(torch.searchsorted(end[:-1], rows, right=True).add_(rows))
+        return segments[:-1].index_select(1, which).unbind(), kept
 
     def _count_falls(self, firsts: NDArray[np.int64], lasts: NDArray[np.int64], singles: Sequence[int]) -> int:
         """How often the last offset of a run lies above the first of the next."""
@@ -223,42 +326,41 @@ class Structure:
         return falls
 
     def _place(
-        self, num_values: Sequence[int], num_offsets: Sequence[int], starts: NDArray[np.int64], total: int
+        self,
+        num_values: Sequence[int],
+        num_offsets: Sequence[int],
+        starts: NDArray[np.int64],
+        total: int,
+        kept: Sequence[Tensor | None],
     ) -> tuple[list[UnitLayout], list[tuple[str, slice, slice]]]:
         """Each unit's part; and each feature's."""
         units: list[UnitLayout] = []
         offsets_at: dict[int, int] = {}
         at = total
-        for part in self._parts:
+        for part, each in zip(self._parts, kept, strict=True):
             first_bag = at
-            single = sum(num_values[part.first : part.first + part.num_single])
             sizes = list(num_values[part.first : part.first + part.num_single])
-            names_at = list(range(part.num_single))
-            mean_start = None
+            single = sum(sizes)
             at += single if part.mixed else 0
-            for feature in range(part.first + part.num_single, part.end):
-                if feature > part.first + part.num_single:
-                    sizes.append(1)
-                if part.has_means and feature == part.first + part.num_single + part.num_sums:
-                    mean_start = at - first_bag
+            for feature in part.pooled:
                 offsets_at[feature] = at
-                names_at.append(len(sizes))
                 sizes.append(num_offsets[feature] - 1)
                 at += num_offsets[feature]
             start = int(starts[part.first]) if part.names else total
             count = sum(num_values[part.first : part.end])
-            pooled = part.num_single < len(part.names)
             units.append(
                 UnitLayout(
                     names=part.names,
                     values=slice(start, start + count),
                     num_values=count,
-                    bags=slice(first_bag, at) if pooled else None,
+                    num_offsets=at - first_bag,
+                    kept=each,
                     counting=torch.arange(single, device=self._device) if part.mixed and single else None,
                     sizes=sizes,
-                    names_at=names_at,
                     num_outputs=sum(sizes),
-                    mean_start=mean_start,
+                    num_before_means=sum(sizes[: part.num_single + part.num_sums]),
+                    has_means=part.has_means,
+                    means_only=part.has_means and part.num_single + part.num_sums == 0,
                 )
             )
         for part in self._parts:

@@ -81,8 +81,11 @@ class CombinedEngine:
         return self._inner.lookup(self._rows(ids, counts), [ids.numel()], bags, step)
 
     def pooled(self, rows: Tensor, bags: Tensor | None, step: int | None) -> Tensor:
-        """As ``lookup``, of rows counted from the first table's first, in any order."""
-        return self._inner.lookup(rows, [rows.numel()], bags, step)
+        """As ``lookup``, of rows counted from the first table's first; with a step, gradients are enabled already."""
+        if step is None:
+            with torch.no_grad():
+                return self._inner.pooled(rows, bags, 1)
+        return self._inner.pooled(rows, bags, step)
 
     def update(self, ids: Tensor, counts: Sequence[int], grad: Tensor, step: int, learning_rate: float) -> None:
         self._inner.update(self._rows(ids, counts), [ids.numel()], grad, step, learning_rate)

@@ -185,13 +185,9 @@ class FbgemmEngine:
     def lookup(self, ids: Tensor, counts: Sequence[int], bags: Tensor | None, step: int | None) -> Tensor:
         assert bags is None or self.pools
         tbe = self._tbe
-        call = self._call
-        if call is not None:
-            if bags is None:
-                call = self._call_unpooled or call
-                bags = self._single_offsets(ids.numel())
+        if self._call is not None:
             with torch.set_grad_enabled(step is not None):
-                return call(ids, bags, step or 1)
+                return self.pooled(ids, bags, step or 1)
         if self._kind == "adam":
             # fbgemm counts every forward, evaluation too; the number of training lookups is ours.
             before = 0 if step is None else step - 1
@@ -201,6 +197,16 @@ class FbgemmEngine:
         with torch.set_grad_enabled(step is not None):
             rows: Tensor = tbe(ids, self._bag_offsets(counts) if bags is None else bags)
         return rows
+
+    def pooled(self, ids: Tensor, bags: Tensor | None, step: int) -> Tensor:
+        """``lookup`` of one table without a cache, in the graph if gradients are enabled."""
+        call = self._call
+        if call is None:
+            return self.lookup(ids, [ids.numel()], bags, step if torch.is_grad_enabled() else None)
+        if bags is None:
+            call = self._call_unpooled or call
+            bags = self._single_offsets(ids.numel())
+        return call(ids, bags, step)
 
     def update(self, ids: Tensor, counts: Sequence[int], grad: Tensor, step: int, learning_rate: float) -> None:
         # fbgemm runs its optimizer in the backward of a lookup only.

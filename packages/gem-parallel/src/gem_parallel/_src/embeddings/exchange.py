@@ -125,7 +125,8 @@ class Exchanger:
         self._groups, self._features = groups, features
         self._policy = policy
         units = [_unit(group) for group in groups]
-        self._flattener = Flattener(units, groups, features, policy=policy, device=device)
+        # Dropped ids are known by their part of the check until the batch has been looked up.
+        self._flattener = Flattener(units, groups, features, policy=policy, device=device, shared=policy != "drop")
         self._sharded = [not group.replicated for group in groups]
         self._plans = [
             GroupPlan(
@@ -241,7 +242,7 @@ class Exchanger:
                     features=tuple(features),
                     counts=tuple(counts),
                     tables=batch.layout.table[unit.values],
-                    dropped=batch.bad[unit.values] if self._policy == "drop" else None,
+                    dropped=batch.check.bad[unit.values] if self._policy == "drop" else None,
                 )
             )
         return found
@@ -251,8 +252,8 @@ class Exchanger:
         if batch is None:
             return to_device([0, 0, -1, -1, -1, 0], self._device)
         split = batch.layout.num_values
-        num_bad = batch.faults[:split].sum().view(1)
-        num_malformed = batch.faults[split:].sum().view(1) - (batch.layout.num_falls - batch.layout.impossible)
+        num_bad = batch.check.faults[:split].sum().view(1)
+        num_malformed = batch.check.faults[split:].sum().view(1) - (batch.layout.num_falls - batch.layout.impossible)
         return torch.cat([self._before, num_malformed, self._between, num_bad])
 
     def _read(self, send: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,13 +7,16 @@ by ``flatten_ids``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NoReturn, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter, itemgetter
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from gem_parallel._src.embeddings.batch_layout import BatchLayout, Structure, Unit
+from gem_parallel._src.embeddings.batch_layout import BatchLayout, Check, Structure, Unit, make_check
 from gem_parallel._src.embeddings.config import FeatureConfig, IdPolicy
 from gem_parallel._src.embeddings.hashing import hash_ids
 from gem_parallel._src.embeddings.ids import BatchIds, flatten_ids
@@ -25,10 +28,12 @@ MAX_LAYOUTS = 4
 MAX_LAYOUT_ELEMENTS = 2**20
 """Layouts of larger batches are not kept: 32 bytes per element."""
 
-MAX_STRUCTURES = 16
+MAX_ORDERS = 16
+"""Orders of names, of which callers mostly have one."""
 
 INT64 = {torch.int64}
-ONE_DIM = {1}
+PAIR = {2}
+DTYPE = attrgetter("dtype")
 
 Kept = TypeVar("Kept")
 
@@ -40,23 +45,38 @@ class FlatBatch:
         layout: Where everything is.
         given: (L,) int64 as it came, hashed ids as rows.
         safe: (L,) clamped, or with dropped ids as the row after their table's last; shifted.
-        faults: (L + K - 1,) bool, K offsets: elements out of their bounds, then falls from one offset to the next.
-            In a good batch ``layout.num_falls`` of them are True.
-        bad: (L,) the first part of ``faults``.
+        parts: ``safe`` cut into ``layout.parts``.
+        check: What had to be clamped. In a good batch ``layout.num_falls`` of its ``faults`` are True.
     """
 
-    __slots__ = ("bad", "faults", "given", "layout", "safe")
+    __slots__ = ("check", "given", "layout", "parts", "safe")
 
-    def __init__(self, layout: BatchLayout, given: Tensor, drop: bool) -> None:
-        self.layout, self.given = layout, given
-        safe = torch.clamp(given, layout.low, layout.high)
-        split, length = layout.num_values, given.numel()
-        self.faults = torch.empty(2 * length - split - 1, dtype=torch.bool, device=given.device)
-        self.bad = torch.ne(safe, given, out=self.faults[:length])
-        if drop:
-            torch.where(self.bad[:split], layout.high[:split] + 1, safe[:split], out=safe[:split])
-        self.safe = safe.add_(layout.shift)
-        torch.lt(safe[split + 1 :], safe[split:-1], out=self.faults[length:])
+    def __init__(self, layout: BatchLayout, given: Tensor, check: Check) -> None:
+        self.layout, self.given, self.check = layout, given, check
+        self.safe = safe = torch.clamp(given, layout.low, layout.high)
+        torch.ne(safe, given, out=check.bad)
+        if check.scratch is not None:
+            values = safe[: layout.num_values]
+            torch.where(check.bad_values, check.scratch, values, out=values)
+        safe.add_(layout.shift)
+        offsets = safe[layout.num_values :]
+        torch.lt(offsets[1:], offsets[:-1], out=check.falls)
+        self.parts = safe.split(layout.parts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Order:
+    """How the tensors of a mapping of names come into the batch's order: all values, then all offsets."""
+
+    structure: Structure
+    arrange: Callable[[list[Tensor]], tuple[Tensor, ...]]
+    """Of a list of values, offsets, values, ... in order of name."""
+    num: int
+    """Features of all units."""
+    offsets_at: list[int]
+    """Place of each feature's offsets among all offsets."""
+    hashed: list[tuple[int, int]]
+    """(place, rows) of values to hash."""
 
 
 class Flattener:
@@ -68,6 +88,7 @@ class Flattener:
         features: As configured.
         policy: What becomes of bad ids.
         device: Of tables and ids.
+        shared: Whether one batch's ``check`` may lie where another's did, which was laid out on the same stream.
     """
 
     def __init__(
@@ -78,23 +99,19 @@ class Flattener:
         *,
         policy: IdPolicy,
         device: torch.device,
+        shared: bool,
     ) -> None:
         self._units, self._groups, self._features = units, groups, features
-        self._policy, self._device = policy, device
-        self._names = [
-            [(slot.config.name, unit.sums and slot.config.pooling != "none") for slot in unit.slots] for unit in units
-        ]
-        self._repeats = len({slot.config.name for unit in units for slot in unit.slots}) < sum(
-            len(unit.slots) for unit in units
-        )
+        self._policy, self._device, self._shared = policy, device, shared
         self._hashed = {
             slot.config.name: group.tables[slot.table].config.num_rows
             for group in groups
             for slot in group.features
             if group.tables[slot.table].config.hashed
         }
+        self._known = {slot.config.name for unit in units for slot in unit.slots}
         self._layouts: dict[object, BatchLayout] = {}
-        self._structures: dict[object, Structure] = {}
+        self._orders: dict[tuple[str, ...], _Order] = {}
 
     def flatten(self, ids: Mapping[str, tuple[Tensor, Tensor]], stream: int) -> FlatBatch | None:
         """Lay a batch out and compare it with its bounds; None if it has no features.
@@ -106,88 +123,103 @@ class Flattener:
         Raises:
             TypeError, ValueError: what the host can see of a bad batch.
         """
-        bags: list[list[Tensor]] = []
-        checked: list[Tensor] = []
-        values: list[Tensor] = []
-        present: list[bool] = []
         if not isinstance(ids, Mapping):
             self._refuse(ids)
-        for names in self._names:
-            unit_bags: list[Tensor] = []
-            for name, pooled in names:
-                pair = ids.get(name)
-                present.append(pair is not None)
-                if pair is not None:
-                    try:
-                        value, offset = pair
-                    except (TypeError, ValueError):
-                        self._refuse(ids)
-                    values.append(value)
-                    (unit_bags if pooled else checked).append(offset)
-            bags.append(unit_bags)
-        num_found = len(values)
-        if self._repeats:
-            # Column shards of one table.
-            num_found = len({name for names in self._names for name, _ in names if name in ids})
-        if num_found != len(ids):
-            self._refuse(ids)
-        if not values:
+        names = tuple(ids)
+        if not names:
             return None
-        # In the order of values.
-        offsets = checked
-        if len(checked) < len(values):
-            offsets = [ids[name][1] for names in self._names for name, _ in names if name in ids]
-        everything = values + offsets
+        order = self._orders.get(names) or self._order(ids, names)
+        pairs = ids.values()
+        # Loops over all features cost as much as the operators on the batch: these run in C.
+        parts: tuple[Tensor, ...] = ()
+        sizes: tuple[int, ...] = ()
         try:
-            good = {each.dtype for each in everything} == INT64 and {each.ndim for each in everything} == ONE_DIM
-            num_values, num_offsets = [each.numel() for each in values], [each.numel() for each in offsets]
-        except AttributeError:
-            good = False
-        if not good or min(num_offsets) == 0:
+            if set(map(len, pairs)) == PAIR:
+                parts = order.arrange(list(chain.from_iterable(pairs)))
+                if set(map(DTYPE, parts)) == INT64:
+                    sizes = tuple(map(Tensor.numel, parts))
+        except (AttributeError, TypeError):
+            pass
+        if not sizes:
             self._refuse(ids)
+        if order.hashed:
+            parts = self._with_hashes(ids, order, parts)
+        layout = self._layout(ids, order, (stream, names, sizes))
         try:
-            if self._hashed:
-                here = [name for names in self._names for name, _ in names if name in ids]
-                values = [
-                    hash_ids(each, self._hashed[name]) if name in self._hashed else each
-                    for name, each in zip(here, values, strict=True)
-                ]
+            given = torch.cat(parts if layout.whole else self._with_counting(order, layout, parts))
+        except RuntimeError:
+            # Tensors of two devices, shapes or layouts, most likely; that error names one.
+            flatten_ids(ids, self._groups, self._features, policy=self._policy, device=self._device)
+            raise
+        if given.device != self._device or given.layout is not torch.strided or given.ndim != 1:
+            self._refuse(ids)
+        check = layout.check
+        if check is None:
+            check = make_check(layout, drop=self._policy == "drop")
+            if self._shared:
+                layout.check = check
+        return FlatBatch(layout, given, check)
+
+    def _with_hashes(
+        self, ids: Mapping[str, tuple[Tensor, Tensor]], order: _Order, parts: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        found = list(parts)
+        try:
+            for place, num_rows in order.hashed:
+                found[place] = hash_ids(found[place], num_rows)
         except RuntimeError:
             # A sparse tensor; that error does not say so.
             flatten_ids(ids, self._groups, self._features, policy=self._policy, device=self._device)
             raise
-        layout = self._layout(present, num_values, num_offsets, stream)
-        parts = values
-        for unit, unit_bags in zip(layout.units, bags, strict=True):
-            if unit.counting is not None:
-                parts.append(unit.counting)
-            parts += unit_bags
-        parts += checked
-        try:
-            given = torch.cat(parts)
-        except RuntimeError:
-            # Tensors of two devices or layouts, most likely; that error names one.
-            flatten_ids(ids, self._groups, self._features, policy=self._policy, device=self._device)
-            raise
-        if given.device != self._device or given.layout is not torch.strided:
-            self._refuse(ids)
-        return FlatBatch(layout, given, self._policy == "drop")
+        return tuple(found)
 
-    def _layout(self, present: list[bool], num_values: list[int], num_offsets: list[int], stream: int) -> BatchLayout:
-        names = tuple(present)
-        key = (stream, names, *num_values, *num_offsets)
+    def _with_counting(self, order: _Order, layout: BatchLayout, parts: Sequence[Tensor]) -> list[Tensor]:
+        """All parts with the offsets of bags of one id, which come before a unit's own offsets."""
+        found, at = list(parts[: order.num]), order.num
+        for unit, num_pooled in zip(layout.units, order.structure.num_pooled, strict=True):
+            if unit.counting is not None:
+                found.append(unit.counting)
+            found += parts[at : at + num_pooled]
+            at += num_pooled
+        return [*found, *parts[at:]]
+
+    def _layout(
+        self,
+        ids: Mapping[str, tuple[Tensor, Tensor]],
+        order: _Order,
+        key: tuple[int, tuple[str, ...], tuple[int, ...]],
+    ) -> BatchLayout:
         layout = self._layouts.pop(key, None)
         if layout is None:
-            structure = self._structures.pop(names, None) or self._structure(present)
-            _keep(self._structures, names, structure, MAX_STRUCTURES)
-            layout = structure.lay_out(num_values, num_offsets)
+            num_values, num_offsets = key[2][: order.num], key[2][order.num :]
+            if min(num_offsets) == 0:
+                self._refuse(ids)
+            layout = order.structure.lay_out(num_values, [num_offsets[at] for at in order.offsets_at])
         if layout.low.numel() <= MAX_LAYOUT_ELEMENTS:
             _keep(self._layouts, key, layout, MAX_LAYOUTS)
         return layout
 
-    def _structure(self, present: list[bool]) -> Structure:
-        remaining = iter(present)
-        return Structure(self._units, [[next(remaining) for _ in unit.slots] for unit in self._units], self._device)
+    def _order(self, ids: Mapping[str, tuple[Tensor, Tensor]], names: tuple[str, ...]) -> _Order:
+        if not self._known.issuperset(names):
+            self._refuse(ids)
+        place = {name: 2 * at for at, name in enumerate(names)}
+        structure = Structure(
+            self._units,
+            [[slot.config.name in place for slot in unit.slots] for unit in self._units],
+            [feature.name for feature in self._features],
+            self._device,
+        )
+        runs = structure.runs
+        found = [place[name] for name in structure.names] + [place[structure.names[run]] + 1 for run in runs]
+        order = _Order(
+            structure=structure,
+            arrange=itemgetter(*found),
+            num=len(runs),
+            offsets_at=[runs.index(feature) for feature in range(len(runs))],
+            hashed=[(at, self._hashed[name]) for at, name in enumerate(structure.names) if name in self._hashed],
+        )
+        _keep(self._orders, names, order, MAX_ORDERS)
+        return order
 
     def _refuse(self, ids: Mapping[str, tuple[Tensor, Tensor]]) -> NoReturn:
         flatten_ids(ids, self._groups, self._features, policy=self._policy, device=self._device)
@@ -199,7 +231,7 @@ class Flattener:
         return flatten_ids(pairs, self._groups, self._features, policy=self._policy, device=self._device)
 
 
-def _keep(kept: dict[object, Kept], key: object, value: Kept, most: int) -> None:
+def _keep(kept: dict[Any, Kept], key: object, value: Kept, most: int) -> None:
     """Add a value; the first of ``kept`` is the one longest unused."""
     kept[key] = value
     if len(kept) > most:

@@ -8,13 +8,11 @@ batch raises before ``lookup`` returns. Until then nothing but valid rows was re
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from gem_parallel._src.embeddings.batch_layout import Unit, UnitLayout
+from gem_parallel._src.embeddings.batch_layout import Unit
 from gem_parallel._src.embeddings.combined_engine import CombinedEngine
 from gem_parallel._src.embeddings.config import FeatureConfig, IdPolicy
 from gem_parallel._src.embeddings.flat_batch import Flattener
@@ -48,7 +46,7 @@ class LocalPath:
         policy: IdPolicy,
         device: torch.device,
     ) -> None:
-        self._features, self._policy, self._device = features, policy, device
+        self._policy, self._device = policy, device
         self._units: list[Unit] = []
         self._engines: list[CombinedEngine] = []
         for group, members in zip(groups, engines, strict=True):
@@ -57,9 +55,8 @@ class LocalPath:
                 self._units.append(_unit(group, engine, first))
                 self._engines.append(engine)
                 first += engine.num_tables
-        self._flattener = Flattener(self._units, groups, features, policy=policy, device=device)
+        self._flattener = Flattener(self._units, groups, features, policy=policy, device=device, shared=True)
         self._flags: list[Flag] = []
-        self._padding = {unit.dim: torch.zeros(1, unit.dim, device=device) for unit in self._units}
         self._anchor = torch.zeros(0, device=device, requires_grad=True)
 
     def exchange(self, ids: Mapping[str, tuple[Tensor, Tensor]], stream: torch.cuda.Stream | None) -> LocalBatch:
@@ -70,10 +67,15 @@ class LocalPath:
         """
         batch = self._flattener.flatten(ids, 0 if stream is None else stream.cuda_stream)
         if batch is None:
-            return LocalBatch(layout=None, given=None, safe=None, flag=None)
+            return LocalBatch(layout=None, given=None, safe=None, values=(), bags=(), flag=None)
         flag = self._flags.pop() if self._flags else Flag(self._device)
-        flag.send(batch.faults.sum(), stream)
-        return LocalBatch(layout=batch.layout, given=batch.given, safe=batch.safe, flag=flag)
+        flag.send(batch.check.faults.sum(), stream)
+        layout, parts = batch.layout, batch.parts
+        bags: list[Tensor | None] = []
+        for unit, offsets in zip(layout.units, parts[len(layout.units) :], strict=False):
+            kept = unit.kept
+            bags.append(None if not unit.num_offsets else offsets if kept is None else offsets.index_select(0, kept))
+        return LocalBatch(layout=layout, given=batch.given, safe=batch.safe, values=parts, bags=bags, flag=flag)
 
     def faults(self, batch: LocalBatch) -> BatchIds | None:
         """The batch's ids one by one if the check has found something, else None; waits for the check."""
@@ -90,42 +92,50 @@ class LocalPath:
         return self._flattener.again(layout, given)
 
     def read(self, batch: LocalBatch, step: int | None) -> list[Tensor]:
-        """(num_outputs, dim) sums of each engine, in the graph of the update; ``step`` is None where there is none."""
+        """Sums, then means, of each engine (rows, dim), in the graph of the update.
+
+        Args:
+            batch: The batch, whose offsets are known to be possible.
+            step: Number of the update; None where there is none. Gradients are enabled if there is one, else disabled.
+        """
         found: list[Tensor] = []
         if batch.layout is None:
             return found
-        assert batch.safe is not None
-        for engine, unit in zip(self._engines, batch.layout.units, strict=True):
+        for engine, unit, values, bags in zip(
+            self._engines, batch.layout.units, batch.values, batch.bags, strict=False
+        ):
+            if not unit.names:
+                continue
             if self._policy == "drop":
                 engine.clear_scratch()
             if unit.num_values:
-                bags = None if unit.bags is None else batch.safe[unit.bags]
-                found.append(engine.pooled(batch.safe[unit.values], bags, step))
+                rows = engine.pooled(values, bags, step)
             else:
                 # No kernel sees an empty batch; the anchor keeps the result in the graph.
                 rows = self._anchor.new_zeros(unit.num_outputs, engine.dim)
-                found.append(rows if step is None else rows + self._anchor.sum())
+                rows = rows if step is None else rows + self._anchor.sum()
+            if not unit.has_means:
+                found.append(rows)
+                continue
+            first = unit.num_before_means
+            assert bags is not None
+            lengths = bags[first:].diff().clamp_(min=1).unsqueeze(1)
+            if unit.means_only:
+                found.append(rows / lengths)
+            else:
+                sums, totals = rows.split([first, unit.num_outputs - first])
+                found += [sums, totals / lengths]
         return found
 
-    def outputs(self, batch: LocalBatch, rows: Sequence[Tensor], *, training: bool) -> dict[str, Tensor]:
-        """Each feature's part of what ``read`` gave; means divided by their bags' lengths."""
-        by_name: dict[str, Tensor] = {}
-        if batch.layout is None:
-            return by_name
-        assert batch.safe is not None
-        for engine, unit, each in zip(self._engines, batch.layout.units, rows, strict=True):
-            lengths = None
-            if unit.mean_start is not None:
-                assert unit.bags is not None
-                lengths = batch.safe[unit.bags][unit.mean_start :].diff().clamp_(min=1).unsqueeze(1)
-            if unit.bags is None:
-                parts: Sequence[Tensor] = each.split(unit.sizes) if len(unit.sizes) > 1 else [each][: len(unit.sizes)]
-            elif training:
-                parts = _Split.apply(each, unit, lengths, self._padding[engine.dim])
-            else:
-                parts = _split(each, unit, lengths)
-            by_name.update(zip(unit.names, parts, strict=True))
-        return {feature.name: by_name[feature.name] for feature in self._features if feature.name in by_name}
+    def outputs(self, batch: LocalBatch, rows: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Each feature's part of what ``read`` gave."""
+        layout = batch.layout
+        if layout is None:
+            return {}
+        parts: list[Tensor] = []
+        for each, sizes in zip(rows, layout.sizes, strict=True):
+            parts += each.split(sizes) if len(sizes) > 1 else (each,)
+        return dict(zip(layout.outputs, [parts[at] for at in layout.outputs_at], strict=True))
 
 
 def _unit(group: Group, engine: CombinedEngine, first_table: int) -> Unit:
@@ -141,47 +151,3 @@ def _unit(group: Group, engine: CombinedEngine, first_table: int) -> Unit:
         dim=engine.dim,
         sums=True,
     )
-
-
-def _split(rows: Tensor, unit: UnitLayout, lengths: Tensor | None) -> tuple[Tensor, ...]:
-    if lengths is None:
-        parts = rows.split(unit.sizes)
-        return tuple(parts[at] for at in unit.names_at)
-    start = unit.mean_start
-    assert start is not None
-    means = rows[start:] / lengths
-    found: list[Tensor] = []
-    at = 0
-    for size in unit.sizes:
-        found.append(rows[at : at + size] if at < start else means[at - start : at - start + size])
-        at += size
-    return tuple(found[index] for index in unit.names_at)
-
-
-class _Split(torch.autograd.Function):
-    """``_split`` whose backward is one copy: the rows between pooled features need no gradient, and get any."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, unit: UnitLayout, lengths: Tensor | None, padding: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.unit, ctx.lengths, ctx.padding = unit, lengths, padding
-        return _split(rows, unit, lengths)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None, None]:
-        unit: UnitLayout = ctx.unit
-        parts: list[Tensor] = [ctx.padding] * len(unit.sizes)
-        for at, grad in zip(unit.names_at, grads, strict=True):
-            parts[at] = ctx.padding.expand(unit.sizes[at], -1) if grad is None else grad
-        total = torch.cat(parts) if len(parts) > 1 else parts[0]
-        if ctx.lengths is not None:
-            start = unit.mean_start
-            assert start is not None
-            if len(parts) > 1:
-                total[start:].div_(ctx.lengths)
-            else:
-                total = total / ctx.lengths
-        return total, None, None, None

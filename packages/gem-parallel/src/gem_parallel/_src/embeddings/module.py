@@ -133,6 +133,7 @@ class ShardedEmbeddings(nn.Module):
         self.id_policy = id_policy
         self.wire_dtype = wire_dtype
         self.device = resolve_device(device, mesh)
+        self._on_cuda = self.device.type == "cuda"
         several = mesh is not None and needs_exchange(mesh)
         if mesh is not None and several:
             options = {
@@ -227,22 +228,23 @@ class ShardedEmbeddings(nn.Module):
             TypeError: a wrong type or dtype.
             RuntimeError: another rank refused its batch.
         """
-        pending = self._exchange(ids)
+        pending = self._exchange(ids) if self._local is None else self._exchange_locally(ids, self._local)
         pending.owner = self
         if self._meter is not None:
             pending.named = {name: values for name, (values, _) in ids.items()}
         return pending
 
+    def _exchange_locally(self, ids: Mapping[str, tuple[Tensor, Tensor]], path: LocalPath) -> Pending:
+        stream = torch.cuda.current_stream(self.device) if self._on_cuda else None
+        local = path.exchange(ids, stream)
+        pending = Pending(requests=(), works=[], summary=None, ready=None, local=local, stream=stream)
+        if stream is None:
+            self._settle(pending)
+        elif local.flag is not None:
+            pending.ready = local.flag.event
+        return pending
+
     def _exchange(self, ids: Mapping[str, tuple[Tensor, Tensor]]) -> Pending:
-        if self._local is not None:
-            stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
-            local = self._local.exchange(ids, stream)
-            pending = Pending(requests=(), works=[], summary=None, ready=None, local=local, stream=stream)
-            if stream is None:
-                self._settle(pending)
-            elif local.flag is not None:
-                pending.ready = local.flag.event
-            return pending
         if self._exchanger is None:
             batch = flatten_ids(ids, self._groups, self.features, policy=self.id_policy, device=self.device)
             requests = tuple(
@@ -298,7 +300,11 @@ class ShardedEmbeddings(nn.Module):
             assert pending.local is not None
             if pending.local.layout is not None and pending.local.layout.impossible:
                 self._settle(pending)
-            sums = self._local.read(pending.local, step)
+            if training:
+                sums = self._local.read(pending.local, step)
+            else:
+                with torch.no_grad():
+                    sums = self._local.read(pending.local, None)
             # The device has work while the host waits for the check.
             self._settle(pending)
             self._step = step or self._step
@@ -341,8 +347,12 @@ class ShardedEmbeddings(nn.Module):
         if self._local is not None:
             assert pending.local is not None
             sums, started.sums = started.sums, []
-            with torch.set_grad_enabled(started.step is not None):
-                found = self._local.outputs(pending.local, sums, training=started.step is not None)
+            training = started.step is not None
+            if torch.is_grad_enabled() is training:
+                found = self._local.outputs(pending.local, sums)
+            else:
+                with torch.set_grad_enabled(training):
+                    found = self._local.outputs(pending.local, sums)
             return self._watched(found, started.step)
         flights, started.flights = started.flights, None
         outputs: list[Tensor] = []
@@ -443,6 +453,8 @@ class ShardedEmbeddings(nn.Module):
         """Read the check of a batch, if that is still to be done."""
         if self._local is not None:
             assert pending.local is not None
+            if pending.local.flag is None:
+                return
             faulty = self._local.faults(pending.local)
             report = None if faulty is None else summarise(faulty.summary.tolist())
             batch = () if faulty is None else faulty.groups

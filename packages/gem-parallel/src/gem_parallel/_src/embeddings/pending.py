@@ -95,6 +95,10 @@ class LocalBatch:
     """(L,) as it came; until the check is read."""
     safe: Tensor | None
     """(L,) clamped and shifted."""
+    values: Sequence[Tensor]
+    """Of each unit, views of ``safe``."""
+    bags: Sequence[Tensor | None]
+    """Of each unit; None if every bag is one id."""
     flag: Flag | None
     """Number of faults; until it is read."""
 
@@ -133,7 +137,7 @@ class Pending:
         found: list[Tensor] = list(self.named.values())
         if self.local is not None and self.local.layout is not None:
             layout, given, safe = self.local.layout, self.local.given, self.local.safe
-            found += [each for each in (layout.low, given, safe) if each is not None]
+            found += [each for each in (layout.low, given, safe, *self.local.bags) if each is not None]
         for request in self.requests:
             found += [] if request.bags is None else [request.bags]
             found += [request.rows, request.ids.values, *(feature.offsets for feature in request.ids.features)]
