@@ -11,6 +11,7 @@ def test_public_names():
         "ParallelDims",
         "ParallelMesh",
         "ParallelPlan",
+        "ParamWire",
         "Pending",
         "ShardedEmbeddings",
         "SparseOptimizerConfig",

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from param_wires import ByteWire
 from torch import nn
 
 from gem_parallel import ParallelDims, ParallelPlan, parallelize
@@ -58,6 +59,13 @@ def test_unmatched_pattern_is_an_error():
         ({"shard_units": (), "backward_prefetch": True}, TypeError, "`backward_prefetch` must be an int, got bool"),
         ({"shard_units": (), "reshard_after_forward": 1}, ValueError, "must be at least 2 ranks, got 1; False keeps"),
         ({"shard_units": (), "reshard_after_forward": "no"}, TypeError, "must be a bool, an int or None, got str"),
+        ({"shard_units": (), "param_wire": "mxfp8"}, TypeError, "got str without name, dtypes, rows_per_block, covers"),
+        ({"shard_units": (), "param_wire": ByteWire}, TypeError, r"got the class ByteWire; pass ByteWire\(\)"),
+        (
+            {"shard_units": (), "param_wire": ByteWire(), "reshard_after_forward": 2},
+            ValueError,
+            "`reshard_after_forward` must be a bool or None with a `param_wire`, .* got 2; pass True",
+        ),
     ],
 )
 def test_plan_refuses(arguments, error, text):

@@ -23,6 +23,7 @@ def test_public_names() -> None:
         "MXFP8JaggedAttention",
         "MXFP8Linear",
         "MXFP8Recipe",
+        "MXFP8Wire",
         "PrecisionSummary",
         "Recipe",
         "ScaleMode",
@@ -31,8 +32,10 @@ def test_public_names() -> None:
         "describe",
         "format_report",
         "get_recipe",
+        "get_wire",
         "recipe_names",
         "summarize",
+        "wire_names",
     ]
 
 

@@ -8,7 +8,7 @@ from gem_parallel.engines import FeatureStatus, engine_report
 from gem_parallel.experts import ExpertParallel
 from gem_parallel.gradients import clip_grad_norm_, grad_norm
 from gem_parallel.mesh import ParallelDims, ParallelMesh
-from gem_parallel.plan import ParallelPlan, defer_all_reduce, parallelize
+from gem_parallel.plan import ParallelPlan, ParamWire, defer_all_reduce, parallelize
 from gem_parallel.topology import Link, Topology
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "ParallelDims",
     "ParallelMesh",
     "ParallelPlan",
+    "ParamWire",
     "Pending",
     "ShardedEmbeddings",
     "SparseOptimizerConfig",

@@ -13,6 +13,7 @@ from gem_precision.convert import convert
 from gem_precision.linear import BF16Linear, MXFP8Linear
 from gem_precision.recipe import BF16Recipe, FP32Recipe, MXFP8Recipe, Recipe, ScaleMode, get_recipe, recipe_names
 from gem_precision.report import LayerReport, PrecisionSummary, describe, format_report, summarize
+from gem_precision.wire import MXFP8Wire, get_wire, wire_names
 
 __all__ = [
     "BF16GDPA",
@@ -27,6 +28,7 @@ __all__ = [
     "MXFP8JaggedAttention",
     "MXFP8Linear",
     "MXFP8Recipe",
+    "MXFP8Wire",
     "PrecisionSummary",
     "Recipe",
     "ScaleMode",
@@ -35,6 +37,8 @@ __all__ = [
     "describe",
     "format_report",
     "get_recipe",
+    "get_wire",
     "recipe_names",
     "summarize",
+    "wire_names",
 ]

@@ -16,6 +16,7 @@ from gem_parallel._src.collectives.base import Collectives
 from gem_parallel._src.collectives.fully_shard import set_fully_shard_collectives
 from gem_parallel._src.experts import ExpertParallel
 from gem_parallel._src.mesh import ParallelMesh
+from gem_parallel._src.param_wire import ParamWire, check_parameters, check_wire, set_param_wire
 
 __all__ = ["ParallelPlan", "defer_all_reduce", "parallelize"]
 
@@ -42,6 +43,10 @@ class ParallelPlan:
     """Units whose parameters are gathered while one computes in forward; 0 gathers each when it is reached."""
     backward_prefetch: int = 0
     """The same in backward, explicit; 0 leaves it to FSDP, which gathers the unit that ran before, one ahead."""
+    param_wire: ParamWire | None = None
+    """Form in which parameters travel when they are gathered, such as ``gem_precision.MXFP8Wire()``; None is
+    ``param_dtype``. Compute reads what the form keeps of them, on any number of ranks, one included. The sharded
+    parameters, their gradients and optimizer states stay as they are."""
 
     def __post_init__(self) -> None:
         if isinstance(self.shard_units, str) or not isinstance(self.shard_units, tuple):
@@ -73,6 +78,13 @@ class ParallelPlan:
                 f"ParallelPlan: `reshard_after_forward` must be at least 2 ranks, got {reshard}; False keeps "
                 "parameters gathered on every rank, True on none"
             )
+        if self.param_wire is not None:
+            check_wire("ParallelPlan", self.param_wire)
+            if reshard is not None and not isinstance(reshard, bool):
+                raise ValueError(
+                    "ParallelPlan: `reshard_after_forward` must be a bool or None with a `param_wire`, as FSDP2 keeps "
+                    f"on a few ranks only what traveled in the dtype of compute, got {reshard}; pass True"
+                )
 
 
 def running_order(module: nn.Module, patterns: tuple[str, ...]) -> list[str]:
@@ -135,7 +147,8 @@ def parallelize(
     With dp_replicate 1 this is FSDP over dp_shard x ep, else HSDP. With ep, each ``ExpertParallel`` is a unit, whose
     parameters are sharded over dp_shard only: the other ranks of ep hold other experts. Gradients are summed over all
     ranks that used the parameter, never divided: divide the loss by the global number of samples. Build the optimizer
-    afterwards, from the sharded parameters. On a mesh of one rank the module comes back as it is, its patterns checked.
+    afterwards, from the sharded parameters. On a mesh of one rank the module comes back as it is, its patterns checked,
+    unless ``plan.param_wire`` rounds what compute reads.
 
     Every rank must use the same parameters in every backward: a unit without a gradient on one rank skips its reduction
     there while the others wait.
@@ -153,7 +166,8 @@ def parallelize(
     Raises:
         TypeError: an argument of another kind.
         ValueError: a pattern that matches no module, ``reshard_after_forward`` ranks that do not divide the shard
-            group, an ``ExpertParallel`` of another degree than ep, or a unit that is sharded already.
+            group, an ``ExpertParallel`` of another degree than ep, a unit that is sharded already, or a
+            ``plan.param_wire`` that covers no parameter or one of a dtype that it does not take.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"parallelize: `module` must be an nn.Module, got {type(module).__name__}; pass the model")
@@ -170,7 +184,9 @@ def parallelize(
         )
     units = running_order(module, plan.shard_units)
     units, expert = _with_experts(module, units, mesh)
-    if mesh.dense.size() == 1:
+    if plan.param_wire is not None:
+        check_parameters("parallelize", module, plan.param_wire, plan.param_dtype)
+    elif mesh.dense.size() == 1:
         return module
     for name in ("", *units):
         if isinstance(module.get_submodule(name), FSDPModule):
@@ -197,6 +213,8 @@ def parallelize(
         # Sum: a factor of one, and only SUM on the wire. A factor alone becomes a pre-multiplied sum, which gloo lacks.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+    if plan.param_wire is not None:
+        set_param_wire(module, plan.param_wire)
     _set_prefetch(module, units, plan)
     if collectives is not None:
         set_fully_shard_collectives(module, collectives)
