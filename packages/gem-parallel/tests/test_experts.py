@@ -41,6 +41,9 @@ def test_counts_of_one_process():
         exchange_counts([1, -1], None)
 
 
+SHARED = nn.Identity()
+
+
 class Pairs(nn.Module):
     def forward(self, x):
         return x, x
@@ -51,6 +54,12 @@ class Pairs(nn.Module):
     [
         ([], {}, ValueError, "at least one expert for each of the 1 ranks of `group`, got 0"),
         ([torch.sigmoid], {}, TypeError, "`experts` must hold modules, got builtin"),
+        (
+            [SHARED, nn.Identity(), SHARED],
+            {},
+            ValueError,
+            "a module of its own at every position, got one module at 0 a",
+        ),
         (
             [nn.Identity()],
             {"gather_dtype": torch.float32},

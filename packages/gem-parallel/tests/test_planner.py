@@ -358,9 +358,18 @@ def test_rates_between_measured_widths():
 
 def test_bad_rates(tmp_path):
     path = tmp_path / "rates.json"
-    path.write_text('{"name": "x"}')
-    with pytest.raises(ValueError, match=r"must hold .*copy.*differs in"):
-        Hardware.load(path)
+    for text, message in (
+        ('{"name": "x"}', r"must hold activation_passes, .*, peak_flops; the fields are activation_passes, "),
+        (json.dumps(json.loads(H200_FILE.read_text()) | {"extra": 1}), r"must not hold extra; the fields are "),
+        ("[]", r"must hold a JSON object with a field for each rate, got a list; begin with a copy of .*nvidia-h200"),
+        ("null", r"must hold a JSON .* got a null; begin"),
+        ("{", r"must be valid JSON"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=rf"^Hardware\.load: .*rates\.json {message}"):
+            Hardware.load(path)
+    with pytest.raises(TypeError, match=r"Hardware\.load: `path` must be a path or None, got list \[\]; name a .json"):
+        Hardware.load([])
     values = json.loads(H200_FILE.read_text())
     values["copy"] = {"value": 1e12, "source": ""}
     path.write_text(json.dumps(values))

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import contextlib
+import shutil
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,9 +22,13 @@ from gem_train.data import (
     EventLog,
     Label,
     TimeSplit,
+    generate,
     load_events,
     load_movielens,
 )
+
+# Under importlib mode a test file's neighbours are not importable by themselves.
+sys.path.insert(0, str(Path(__file__).parent))
 
 MOVIELENS_DIR = Path(__file__).resolve().parents[3] / "data" / "ml-latest-small"
 
@@ -112,3 +120,49 @@ def toy_log(tmp_path_factory: pytest.TempPathFactory) -> EventLog:
 @pytest.fixture(scope="session")
 def movielens_log() -> EventLog:
     return load_movielens(MOVIELENS_DIR)
+
+
+@pytest.fixture(scope="session")
+def small_log() -> EventLog:
+    return generate(num_users=60)
+
+
+def give_small_data(patch: pytest.MonkeyPatch, log: EventLog) -> None:
+    from gem_train.recipes import registry
+
+    patch.setitem(registry._RECIPES, "synthetic", replace(registry.get("synthetic"), load=lambda _: log))
+
+
+@pytest.fixture
+def small_data(monkeypatch: pytest.MonkeyPatch, small_log: EventLog) -> None:
+    """The recipe `synthetic` has an eighth of its users."""
+    give_small_data(monkeypatch, small_log)
+
+
+@pytest.fixture
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs end without the pictures of their report, which take longer than the run."""
+    monkeypatch.setattr("gem_train.cli.train.write_report", lambda directory: Path(directory) / "report.html")
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, small_log: EventLog) -> Path:
+    """A finished run, with its report; what it printed is beside it. Tests copy it before they write."""
+    from cli_runs import train
+
+    out = tmp_path_factory.mktemp("runs") / "finished"
+    with (
+        (out.parent / "stdout").open("w") as stdout,
+        (out.parent / "stderr").open("w") as stderr,
+        contextlib.redirect_stdout(stdout),
+        contextlib.redirect_stderr(stderr),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        give_small_data(patch, small_log)
+        assert train(out) == 0
+    return out
+
+
+@pytest.fixture
+def run_copy(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))

@@ -86,12 +86,15 @@ BAD = [
     ("several.z.name=1", r"no field `several\.z\.name`"),
     ("several.9.name=1", r"no field `several\.9\.name`"),
     ("size=1", r"the nearest are .*inner\.size"),
-    ("rate=fast", "`rate` takes a value of type float, got 'fast'"),
-    ("steps=1.5", r"`steps` takes a value of type int \| None, got '1\.5'"),
-    ("on=1", "`on` takes a value of type bool, got '1'"),
-    ("mode=medium", "`mode` must be one of fast, slow, got 'medium'"),
-    ("pair=1", "`pair` takes 2 values separated by commas, got '1'"),
-    ("inner.kinds=x,z", "`inner.kinds` must be one of x, y, got 'z'"),
+    ("rate=fast", "--set rate=fast: `rate` must be a finite number, got 'fast'; the recipe has 0.1"),
+    ("rate=nan", "--set rate=nan: `rate` must be a finite number, got 'nan'"),
+    ("rate=-inf", "`rate` must be a finite number, got '-inf'"),
+    ("steps=1.5", r"`steps` must be a whole number or none, got '1\.5'; the recipe has none"),
+    ("inner.size=9223372036854775808", r"`size` must lie in \[-9223372036854775807, 9223372036854775807\], got 922"),
+    ("on=1", "`on` must be true or false, got '1'; the recipe has false"),
+    ("mode=medium", "`mode` must be one of fast, slow, got 'medium'; the recipe has fast"),
+    ("pair=1", "`pair` must be 2 values separated by commas, got '1'; the recipe has 1,2.0"),
+    ("inner.kinds=x,z", "--set inner.kinds=x,z: `kinds` must be one of x, y, got 'z'; the recipe has x,y"),
     ("rate", "must be NAME=VALUE, got 'rate'"),
     ("=1", "must be NAME=VALUE"),
 ]
@@ -101,6 +104,24 @@ BAD = [
 def test_bad_overrides_say_what_is_wrong(assignment: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         apply_overrides(Outer(), parse_assignments([assignment]))
+
+
+def test_an_element_has_two_names_and_one_value() -> None:
+    changed = apply_overrides(Outer(), {"several.1.size": "1", "several.b.kinds": "y"})
+    assert changed.several == (Inner(), Inner(name="b", size=1, kinds=("y",)))
+    with pytest.raises(
+        ConfigError, match=r"--set several\.1\.name=c and --set several\.b\.name=d are the same setting"
+    ):
+        apply_overrides(Outer(), {"several.1.name": "c", "several.b.name": "d"})
+
+
+def test_errors_blame_what_was_given_and_how() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^--set inner\.size=3: Inner: `kinds` must have `size` = 3 .*; the recipe has 2"
+    ):
+        apply_overrides(Outer(), {"inner.name": "n", "inner.size": "3"})
+    with pytest.raises(ConfigError, match=r"^--steps x: `steps` must be a whole number or none"):
+        apply_overrides(Outer(), {"steps": "x"}, flags={"steps": "--steps"})
 
 
 def test_a_name_given_twice_is_refused() -> None:
@@ -311,3 +332,9 @@ def test_data_config_is_checked() -> None:
     for name, value in (("global_batch_size", 0), ("max_history", 0), ("epochs", -1), ("prefetch_batches", -1)):
         with pytest.raises(ConfigError, match=f"DataConfig: `{name}` must be >= "):
             dataclasses.replace(data, **{name: value})
+    with pytest.raises(TypeError, match=r"DataConfig: `epochs` must be a whole number, got 1\.5"):
+        dataclasses.replace(data, epochs=1.5)
+    with pytest.raises(ConfigError, match="DataConfig: `balance` must be one of reader, exchange, none, got 'no'"):
+        dataclasses.replace(data, balance="no")
+    with pytest.raises(TypeError, match="ParallelConfig: `sharded_at_rest` must be true or false, got 1"):
+        ParallelConfig(sharded_at_rest=1)

@@ -2,11 +2,14 @@
 
 import dataclasses
 import difflib
+import math
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+from gem_train.checks import kind_of
 from gem_train.errors import ConfigError
 
 __all__ = ["apply_overrides", "field_values", "parse_assignments"]
@@ -32,7 +35,7 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, str]:
     return assignments
 
 
-def apply_overrides(config: T, assignments: Mapping[str, str]) -> T:
+def apply_overrides(config: T, assignments: Mapping[str, str], *, flags: Mapping[str, str] | None = None) -> T:
     """A copy of a dataclass with some fields, named by dotted path, parsed from text by their annotation.
 
     A tuple of dataclasses is entered by position or by the `name` of its element: `sequences.history.num_layers=2`.
@@ -40,14 +43,21 @@ def apply_overrides(config: T, assignments: Mapping[str, str]) -> T:
     Args:
         config: A dataclass instance, nested to any depth.
         assignments: Dotted path -> text.
+        flags: Dotted path -> the option that the user set it with, for the errors; all others came from --set.
 
     Returns:
         The changed copy; its `__post_init__` checks run again.
 
     Raises:
-        ConfigError: if a name is unknown (the nearest ones are listed) or a text does not fit its field's type.
+        ConfigError: if a name is unknown (the nearest ones are listed), a field is set under two names, or a text does
+            not fit its field's type or rule.
     """
-    changed: T = _apply(config, [(path.split("."), path, text) for path, text in assignments.items()], config)
+    flags = flags or {}
+    changes = [
+        _Change(path.split("."), path, text, f"{flags[path]} {text}" if path in flags else f"--set {path}={text}")
+        for path, text in assignments.items()
+    ]
+    changed: T = _apply(config, changes, config)
     return changed
 
 
@@ -75,60 +85,82 @@ def _is_config_tuple(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) > 0 and all(_is_config(element) for element in value)
 
 
-Change = tuple[list[str], str, str]
-"""Keys from here on, whole path, text."""
+class _Change(NamedTuple):
+    keys: list[str]
+    """From here on."""
+    path: str
+    """The whole of it."""
+    text: str
+    shown: str
+    """As the user gave it."""
 
 
-def _apply(config: Any, changes: list[Change], root: Any) -> Any:
+def _apply(config: Any, changes: list[_Change], root: Any) -> Any:
     """Applies all changes below one object at once, so that fields which must fit together can change together."""
     fields = {field.name for field in dataclasses.fields(config)}
     new: dict[str, Any] = {}
     for key, group in _by_first_key(changes).items():
         if key not in fields:
-            raise _unknown(group[0][1], root)
+            raise _unknown(group[0].path, root)
         value = getattr(config, key)
         if _is_config(value):
             new[key] = _apply(value, _inner(group, root), root)
         elif _is_config_tuple(value):
             new[key] = _apply_to_elements(value, _inner(group, root), root)
         else:
-            keys, path, text = group[0]
-            if keys or callable(value):
-                raise _unknown(path, root)
-            new[key] = _parse(text, typing.get_type_hints(type(config))[key], path)
+            first, *others = group
+            if first.keys or callable(value):
+                raise _unknown(first.path, root)
+            if others:
+                raise ConfigError(f"{first.shown} and {others[0].shown} are the same setting; give one of them")
+            try:
+                new[key] = _parse(first.text, typing.get_type_hints(type(config))[key])
+            except ConfigError as error:
+                raise ConfigError(f"{first.shown}: `{key}` {error}; the recipe has {_as_text(value)}") from None
     try:
         return dataclasses.replace(config, **new)
-    except ConfigError:
-        raise
     except (ValueError, TypeError) as error:
-        given = " ".join(f"{path}={text}" for _, path, text in changes)
-        raise ConfigError(f"--set {given}: {error}") from error
+        blamed = _blamed(changes, str(error))
+        remedy = ""
+        if ";" not in str(error):
+            have = field_values(root)
+            remedy = f"; the recipe has {', '.join(_as_text(have.get(change.path)) for change in blamed)}"
+        raise ConfigError(f"{' '.join(change.shown for change in blamed)}: {error}{remedy}") from error
 
 
-def _apply_to_elements(elements: tuple[Any, ...], changes: list[Change], root: Any) -> tuple[Any, ...]:
+def _blamed(changes: list[_Change], error: str) -> list[_Change]:
+    """The changes of the fields that an error names; all of them if it names none."""
+    named = set(re.findall(r"`(\w+)`", error))
+    return [change for change in changes if change.path.rsplit(".", 1)[-1] in named] or changes
+
+
+def _apply_to_elements(elements: tuple[Any, ...], changes: list[_Change], root: Any) -> tuple[Any, ...]:
     labels = [str(getattr(element, "name", index)) for index, element in enumerate(elements)]
-    new = list(elements)
+    # An element has two names; what is set under either goes together.
+    groups: dict[int, list[_Change]] = {}
     for key, group in _by_first_key(changes).items():
         index = labels.index(key) if key in labels else int(key) if key.isdecimal() else len(elements)
         if index >= len(elements):
-            raise _unknown(group[0][1], root)
-        new[index] = _apply(elements[index], _inner(group, root), root)
-    return tuple(new)
+            raise _unknown(group[0].path, root)
+        groups.setdefault(index, []).extend(_inner(group, root))
+    return tuple(
+        _apply(element, groups[index], root) if index in groups else element for index, element in enumerate(elements)
+    )
 
 
-def _by_first_key(changes: list[Change]) -> dict[str, list[Change]]:
+def _by_first_key(changes: list[_Change]) -> dict[str, list[_Change]]:
     """First key -> changes below it, that key taken off."""
-    groups: dict[str, list[Change]] = {}
-    for keys, path, text in changes:
-        groups.setdefault(keys[0], []).append((keys[1:], path, text))
+    groups: dict[str, list[_Change]] = {}
+    for change in changes:
+        groups.setdefault(change.keys[0], []).append(change._replace(keys=change.keys[1:]))
     return groups
 
 
-def _inner(changes: list[Change], root: Any) -> list[Change]:
+def _inner(changes: list[_Change], root: Any) -> list[_Change]:
     """The changes, all of which must name something further in."""
-    for keys, path, _ in changes:
-        if not keys:
-            raise _unknown(path, root)
+    for change in changes:
+        if not change.keys:
+            raise _unknown(change.path, root)
     return changes
 
 
@@ -155,50 +187,55 @@ def _abbreviated(path: str, names: list[str]) -> list[str]:
     return sorted(near, key=lambda name: (name.rpartition(".")[0] != section, initials[name] != short))[:4]
 
 
-def _parse(text: str, annotation: Any, path: str) -> Any:
+_MOST = 2**63 - 1
+"""Numbers of steps, samples and widths go through 64-bit integers."""
+
+
+def _parse(text: str, annotation: Any) -> Any:
     """A value of the annotated type; unions take the first member that accepts the text."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (types.UnionType, typing.Union):
-        members = sorted(arguments, key=lambda member: member is not types.NoneType)
-        for member in members:
+        for member in sorted(arguments, key=lambda member: member is not types.NoneType):
             try:
-                return _parse(text, member, path)
+                return _parse(text, member)
             except ConfigError:
                 continue
-        raise _mismatch(text, annotation, path)
-    if annotation is types.NoneType:
-        if text.lower() in ("none", "null"):
-            return None
-        raise _mismatch(text, annotation, path)
+        raise _mismatch(text, annotation)
+    if annotation is types.NoneType and text.lower() in ("none", "null"):
+        return None
     if origin is typing.Literal:
         for choice in arguments:
             if text == str(choice):
                 return choice
-        raise ConfigError(f"--set: `{path}` must be one of {', '.join(map(str, arguments))}, got {text!r}")
     if origin is tuple:
         parts = [part.strip() for part in text.strip("()").split(",") if part.strip()]
         if len(arguments) == 2 and arguments[1] is Ellipsis:
-            return tuple(_parse(part, arguments[0], path) for part in parts)
-        if len(parts) != len(arguments):
-            raise ConfigError(f"--set: `{path}` takes {len(arguments)} values separated by commas, got {text!r}")
-        return tuple(_parse(part, argument, path) for part, argument in zip(parts, arguments, strict=True))
-    if annotation is bool:
-        if text.lower() not in ("true", "false"):
-            raise _mismatch(text, annotation, path)
+            return tuple(_parse(part, arguments[0]) for part in parts)
+        if len(parts) == len(arguments):
+            return tuple(_parse(part, argument) for part, argument in zip(parts, arguments, strict=True))
+    if annotation is bool and text.lower() in ("true", "false"):
         return text.lower() == "true"
     if annotation is str:
         return text
     if annotation in (int, float):
         try:
-            return annotation(text)
+            number = annotation(text)
         except ValueError:
-            raise _mismatch(text, annotation, path) from None
-    raise ConfigError(f"--set: `{path}` has type {_type_name(annotation)}, which cannot be given as text")
+            raise _mismatch(text, annotation) from None
+        if not math.isfinite(number):
+            raise _mismatch(text, annotation)
+        if isinstance(number, int) and abs(number) > _MOST:
+            raise ConfigError(f"must lie in [-{_MOST}, {_MOST}], got {text}")
+        return number
+    raise _mismatch(text, annotation)
 
 
-def _type_name(annotation: Any) -> str:
-    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
+def _mismatch(text: str, annotation: Any) -> ConfigError:
+    return ConfigError(f"must be {kind_of(annotation)}, got {text!r}")
 
 
-def _mismatch(text: str, annotation: Any, path: str) -> ConfigError:
-    return ConfigError(f"--set: `{path}` takes a value of type {_type_name(annotation)}, got {text!r}")
+def _as_text(value: Any) -> str:
+    """A value as --set takes it."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "nothing"
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

@@ -126,7 +126,7 @@ class TrainStep:
             self.guard.inspect_parameters()
             max_norm = self._config.max_grad_norm if self._config.max_grad_norm > 0 else float("inf")
             grad_norm = self._clip(self._parameters, max_norm).detach()
-            self.guard.observe("the global gradient norm (a gradient on another rank)", grad_norm)
+            self.guard.observe("the global gradient norm (a gradient on another rank, or its own sum)", grad_norm)
             self.guard.arm()
             self.guard.check(step)
             self._optimizer.step()

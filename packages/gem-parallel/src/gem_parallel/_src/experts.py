@@ -115,8 +115,8 @@ class ExpertParallel(nn.Module):
 
     Raises:
         TypeError: ``experts`` is no list or holds something that is no module, or another argument is of another kind.
-        ValueError: fewer experts than ranks, a mesh of several axes, ``reduce_dtype`` is no floating point dtype, or
-            ``gather_dtype`` another one.
+        ValueError: fewer experts than ranks, a module that is two experts, a mesh of several axes, ``reduce_dtype`` is
+            no floating point dtype, or ``gather_dtype`` another one.
     """
 
     def __init__(
@@ -137,6 +137,13 @@ class ExpertParallel(nn.Module):
         for expert in experts:
             if not isinstance(expert, nn.Module):
                 raise TypeError(f"ExpertParallel: `experts` must hold modules, got {type(expert).__name__}")
+        first: dict[int, int] = {}
+        for position, expert in enumerate(experts):
+            if first.setdefault(id(expert), position) != position:
+                raise ValueError(
+                    f"ExpertParallel: `experts` must hold a module of its own at every position, got one module at "
+                    f"{first[id(expert)]} and {position}, which would be two experts on two ranks; use copy.deepcopy"
+                )
         if collectives is not None and not isinstance(collectives, Collectives):
             raise TypeError(
                 f"ExpertParallel: `collectives` must be an engine or None, got {type(collectives).__name__} "

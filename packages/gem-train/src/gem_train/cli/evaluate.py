@@ -37,18 +37,26 @@ def run(args: argparse.Namespace) -> int:
     step = args.step if args.step is not None else checkpointer.latest()
     if step is None:
         raise ConfigError(f"{directory.path} has no checkpoint; train it first")
+    if step not in checkpointer.steps():
+        raise ConfigError(
+            f"--step: must be the step of a checkpoint in {directory.path}, got {step}; there are "
+            f"{', '.join(map(str, checkpointer.steps()))}"
+        )
     recipe = recipes.get(record.recipe)
+    # Weights do not depend on how they were spread, so that the layout is this command's and not the run's.
+    layout = {name.removeprefix("parallel."): text for name, text in layout_assignments(args).items()}
+    flags = {name: f"--{name.replace('_', '-')}" for name in layout}
+    planned = recipes.RunConfig.resolve(recipe, recipe.schema, record.assignments)
+    parallel = apply_overrides(planned.parallel.without_degrees(), layout, flags=flags)
+    parallel.dims(num_processes(args), num_experts=planned.model.num_experts, trained=True)
     data = recipe.directory(args.data or record.data)
+    if args.nproc != 1 and not is_worker():
+        return start(args)
     log = recipe.load(data)
     note = directory.compare_encodings(record, log.encodings, None if data is None else str(data))
     config = recipes.RunConfig.resolve(recipe, log, record.assignments)
     directory.compare(config.to_dict())
-    # Weights do not depend on how they were spread, so that the layout is this command's and not the run's.
-    layout = {name.removeprefix("parallel."): text for name, text in layout_assignments(args).items()}
-    config = dataclasses.replace(config, parallel=apply_overrides(config.parallel.without_degrees(), layout))
-    config.parallel.dims(num_processes(args), num_experts=config.model.num_experts, trained=True)
-    if args.nproc != 1 and not is_worker():
-        return start(args)
+    config = dataclasses.replace(config, parallel=parallel)
     world = join(args.device)
     if note is not None and world.is_first:
         complain(note)

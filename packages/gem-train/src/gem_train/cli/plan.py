@@ -192,14 +192,15 @@ def _inputs(args: argparse.Namespace) -> Inputs:
             workload = replace(workload, samples_per_rank=args.samples)
     else:
         recipe = recipes.get(args.recipe)
-        log = recipe.load(recipe.directory(args.data))
-        config = recipes.RunConfig.resolve(recipe, log, assignments)
+        config = recipes.RunConfig.resolve(recipe, recipe.schema, assignments)
         if dims.ep > config.model.num_experts:
             raise ConfigError(
                 f"--dims: each of the {dims.ep} ranks of ep needs an expert of its own in every layer, and the model "
                 f"has model.num_experts={config.model.num_experts}; add --set model.num_experts={dims.ep}, or leave "
                 "ep out"
             )
+        log = recipe.load(recipe.directory(args.data))
+        config = recipes.RunConfig.resolve(recipe, log, assignments)
         samples = args.samples or max(1, -(-config.data.global_batch_size // ranks))
         model = recipes.describe_run(config, log, samples, precision=args.precision or "bf16")
         workload = Workload(samples_per_rank=samples, sparse_optimizer=config.sparse.kind)

@@ -30,7 +30,7 @@ from gem_train.trainer import Trainer, TrainResult
 from gem_train.world import World
 
 if TYPE_CHECKING:
-    from gem_train.recipes import Parts, Recipe, RunConfig
+    from gem_train.recipes import ParallelConfig, Parts, Recipe, RunConfig
 
 __all__ = ["run"]
 
@@ -47,29 +47,35 @@ def run(args: argparse.Namespace) -> int:
     from gem_train import recipes
 
     recipe = recipes.get(args.recipe)
-    given = _assignments(args)
+    given, flags = _assignments(args)
     directory = RunDirectory(args.out or _default_out(recipe.name, args.precision))
     if not is_worker():
         directory.check(resume=args.resume, overwrite=args.overwrite)
         old = _old_record(directory, recipe) if args.resume else None
+        assignments, note = _merged(given, old, num_processes(args))
+        config = recipes.RunConfig.resolve(recipe, recipe.schema, assignments, flags=flags)
+        _check_layout(config.parallel, num_processes(args), config.model.num_experts, old)
+        if old is not None:
+            _check_steps(directory, config.trainer.max_steps)
         _data(args, recipe, old)
         _check_compare(args)
-        assignments, note = _merged(given, old, num_processes(args))
-        _check_layout(assignments, num_processes(args), old)
-        if old is not None:
-            _check_steps(directory, assignments)
         if note is not None:
             complain(note)
         if args.nproc != 1:
             return start(args)
     world = join(args.device)
-    code = _train(args, recipe, given, directory, world)
+    code = _train(args, recipe, given, flags, directory, world)
     leave()
     return code
 
 
 def _train(
-    args: argparse.Namespace, recipe: "Recipe", given: dict[str, str], directory: RunDirectory, world: World
+    args: argparse.Namespace,
+    recipe: "Recipe",
+    given: dict[str, str],
+    flags: dict[str, str],
+    directory: RunDirectory,
+    world: World,
 ) -> int:
     from gem_train.recipes import RunConfig, build
 
@@ -84,8 +90,9 @@ def _train(
         settings={},
         versions=versions(),
     )
+    RunConfig.resolve(recipe, recipe.schema, record.assignments, flags=flags)  # torchrun starts here
     log = recipe.load(None if record.data is None else Path(record.data))
-    config = RunConfig.resolve(recipe, log, record.assignments)
+    config = RunConfig.resolve(recipe, log, record.assignments, flags=flags)
     record = replace(record, settings=config.to_dict(), encodings=dict(log.encodings))
     if old is not None:
         note = directory.compare_encodings(old, log.encodings, record.data)
@@ -187,17 +194,19 @@ def _layer_counts(parts: "Parts") -> str:
     return ", ".join(f"{count} layers {kind}" for kind, count in counts.most_common())
 
 
-def _assignments(args: argparse.Namespace) -> dict[str, str]:
+def _assignments(args: argparse.Namespace) -> tuple[dict[str, str], dict[str, str]]:
+    """Field -> text of what the user changes, and field -> option of what was not given with --set."""
     assignments = parse_assignments(args.assignments)
-    flags = {"trainer.max_steps": args.steps, "trainer.seed": args.seed}
-    flagged = {name: str(value) for name, value in flags.items() if value is not None} | layout_assignments(args)
-    for name in flagged:
+    options = {"trainer.max_steps": "steps", "trainer.seed": "seed"}
+    given = {name: getattr(args, option) for name, option in options.items()}
+    flagged = {name: str(value) for name, value in given.items() if value is not None} | layout_assignments(args)
+    flags = {name: f"--{options.get(name, name.split('.')[-1]).replace('_', '-')}" for name in flagged}
+    for name, flag in flags.items():
         if name in assignments:
-            flag = {"trainer.max_steps": "steps"}.get(name, name.split(".")[-1].replace("_", "-"))
             raise ConfigError(
-                f"--{flag} {flagged[name]} and --set {name}={assignments[name]} are the same setting; give one of them"
+                f"{flag} {flagged[name]} and --set {name}={assignments[name]} are the same setting; give one of them"
             )
-    return assignments | flagged
+    return assignments | flagged, flags
 
 
 def _merged(given: dict[str, str], old: RunRecord | None, processes: int) -> tuple[dict[str, str], str | None]:
@@ -211,44 +220,33 @@ def _merged(given: dict[str, str], old: RunRecord | None, processes: int) -> tup
     kept = {name: text for name, text in old.assignments.items() if name not in degrees}
     if not degrees or any(name.removeprefix("parallel.") in LAYOUT for name in given):
         return kept | given, None
+    from gem_train.overrides import apply_overrides
+    from gem_train.recipes import ParallelConfig
+
+    layout = {name.removeprefix("parallel."): old.assignments[name] for name in sorted(degrees)}
+    num_experts = int(old.settings.get("model", {}).get("num_experts", processes))
     try:
-        _check_layout(old.assignments | given, processes, old)
+        _check_layout(apply_overrides(ParallelConfig(), layout), processes, num_experts, old)
     except ConfigError:
-        layout = ", ".join(f"{name.removeprefix('parallel.')} {old.assignments[name]}" for name in sorted(degrees))
+        shown = ", ".join(f"{axis} {degree}" for axis, degree in layout.items())
         where = "one process" if processes == 1 else f"{processes} processes"
-        return kept | given, f"note: the layout of the run ({layout}) does not fit {where} and is left out"
+        return kept | given, f"note: the layout of the run ({shown}) does not fit {where} and is left out"
     return old.assignments | given, None
 
 
-def _check_steps(directory: RunDirectory, assignments: dict[str, str]) -> None:
+def _check_steps(directory: RunDirectory, steps: int | None) -> None:
     """Refuses to continue a run that is longer already than it is to become."""
-    steps = assignments.get("trainer.max_steps", "")
     latest = Checkpointer(directory.checkpoints).latest()
-    # What is no number is refused with the other fields.
-    if latest is not None and steps.isdecimal() and int(steps) < latest:
+    if latest is not None and steps is not None and steps < latest:
         raise ConfigError(
             f"--steps: must be at least {latest}, the step of the last checkpoint in {directory.path}, got {steps}; "
             f"name a later step, or another directory with --out for a run of {steps} steps"
         )
 
 
-def _check_layout(assignments: dict[str, str], processes: int, old: RunRecord | None) -> None:
+def _check_layout(parallel: "ParallelConfig", processes: int, num_experts: int, old: RunRecord | None) -> None:
     """Refuses degrees and an engine that do not fit, before anything is read or started."""
-    from gem_train.overrides import apply_overrides
-    from gem_train.recipes import ParallelConfig
-
-    # What is no number is refused with the other fields, when the recipe's settings are made.
-    degrees = {axis: assignments[f"parallel.{axis}"] for axis in LAYOUT if f"parallel.{axis}" in assignments}
-    degrees = {axis: text for axis, text in degrees.items() if text.isdecimal()}
-    engine = assignments.get("parallel.collectives")
-    if engine in ("nccl_zero_cta", "symm_mem_low_contention"):
-        degrees["collectives"] = engine
-    experts = assignments.get("model.num_experts", "")
-    # A recipe's own number is not known before its data is, but a run has recorded it.
-    known = old.settings.get("model", {}).get("num_experts", processes) if old is not None else processes
-    num_experts = int(experts) if experts.isdecimal() else int(known)
-    config = apply_overrides(ParallelConfig(), degrees)
-    config.dims(processes, num_experts=num_experts, trained=old is not None)
+    parallel.dims(processes, num_experts=num_experts, trained=old is not None)
 
 
 def _default_out(recipe: str, precision: str | None) -> Path:

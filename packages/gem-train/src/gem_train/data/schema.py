@@ -213,6 +213,31 @@ class DatasetSchema:
                 f"DatasetSchema: max_history must be >= 1, got {self.max_history}; give a number of events"
             )
 
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Names of the labels."""
+        return tuple(label.task for label in self.labels)
+
+    @property
+    def num_dense(self) -> int:
+        """Dense context features."""
+        return len(self.context_dense)
+
+    @property
+    def num_event_dense(self) -> int:
+        """Dense features of a history event."""
+        return len(self.event_dense)
+
+    @property
+    def context_features(self) -> tuple[str, ...]:
+        """Features with one bag per sample."""
+        return self.candidate_features
+
+    @property
+    def event_features(self) -> tuple[str, ...]:
+        """Features with one bag per history event, as they are named in a batch."""
+        return tuple(f"{self.history}.{name}" for name in self.history_features)
+
     def label_delay(self, column: str) -> int | None:
         """Seconds after which the values of an event column are known; None for a column that is no label's source."""
         delays = [label.delay_seconds for label in self.labels if label.column == column]

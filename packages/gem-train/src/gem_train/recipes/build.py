@@ -126,7 +126,7 @@ def build_balancer(config: RunConfig, log: EventLog, world: World) -> SampleBala
         world: The ranks.
     """
     multi_valued = [feature.name for feature in log.features if feature.multi_valued]
-    return SampleBalancer(_cost(config), world, mode=config.data.balance, multi_valued=multi_valued)
+    return SampleBalancer(_cost(config, log), world, mode=config.data.balance, multi_valued=multi_valued)
 
 
 def build_watch(
@@ -157,7 +157,7 @@ def _end_run(report: HangReport) -> None:
     end_process(message, HANG_EXIT_CODE)
 
 
-def _cost(config: RunConfig) -> LengthCost:
+def _cost(config: RunConfig, log: EventLog) -> LengthCost:
     """FLOPs of a sample from the lengths of its histories."""
     names = [tower.name for tower in config.model.sequences]
     if not names:
@@ -165,7 +165,8 @@ def _cost(config: RunConfig) -> LengthCost:
     with torch.device("meta"):
         model = RankingModel(config.model)
     # One history at a time, the others empty.
-    points = [max(config.data.max_history, 8) * step // 8 for step in range(9)]
+    longest = min(config.data.max_history, int((log.history_end - log.history_start).max(initial=0)))
+    points = [max(longest, 8) * step // 8 for step in range(9)]
     probes = [{name: length if name == varied else 0 for name in names} for varied in names for length in points]
     flops = [
         float(model.flops(random_batch(config.model, 1, lengths={n: [k] for n, k in probe.items()})[0]).total)

@@ -5,7 +5,7 @@ from pathlib import Path
 from gem_model import RankingConfig, presets
 from gem_parallel import SparseOptimizerConfig
 from gem_train.config import TrainerConfig
-from gem_train.data import SCOREBOARD, EventLog, load_movielens
+from gem_train.data import MOVIELENS, SCOREBOARD, DatasetSchema, EventLog, load_movielens
 from gem_train.recipes.models import for_log
 from gem_train.recipes.recipe import DataConfig, Recipe
 
@@ -17,13 +17,14 @@ def _load(directory: Path | None) -> EventLog:
     return load_movielens(directory)
 
 
-def _model(log: EventLog) -> RankingConfig:
+def _model(log: EventLog | DatasetSchema) -> RankingConfig:
     return for_log(presets.tiny, log, embedding_dim=32, dropout=0.1)
 
 
 RECIPE = Recipe(
     name="ml-latest-small",
     summary="MovieLens ml-latest-small, like (rating >= 4) and favourite (rating = 5); minutes on two CPU cores",
+    schema=MOVIELENS,
     load=_load,
     data_dir="data/ml-latest-small",
     files=("events.parquet", "items.parquet"),

@@ -4,35 +4,43 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from gem_model import RankingConfig
-from gem_train.data import EventLog
+from gem_train.data import DatasetSchema, EventLog
 
 __all__ = ["for_log"]
 
 
 def for_log(
-    preset: Callable[..., RankingConfig], log: EventLog, *, embedding_dim: int, dropout: float = 0.0
+    preset: Callable[..., RankingConfig],
+    log: EventLog | DatasetSchema,
+    *,
+    embedding_dim: int,
+    dropout: float = 0.0,
 ) -> RankingConfig:
     """A preset that reads all features of a log and predicts all its tasks.
 
     Args:
         preset: One of `gem_model.presets`.
-        log: The data; base rates of its training split become the priors.
+        log: The data, whose base rates in the training split become the priors; or its schema, with priors of 0.5.
         embedding_dim: Width of every embedding.
         dropout: Of the sequence layers, the interactions and the heads.
 
     Returns:
         The configuration.
     """
-    train = log.samples("train")
+    schema = log if isinstance(log, DatasetSchema) else log.schema
+    priors = [0.5] * len(schema.tasks)
+    if isinstance(log, EventLog):
+        train = log.samples("train")
+        priors = [min(max(float(log.labels[task][train].mean()), 1e-4), 1 - 1e-4) for task in schema.tasks]
     config = preset(
-        context_features=log.context_features,
-        num_dense=log.num_dense,
-        event_features=log.event_features,
-        num_event_dense=log.num_event_dense,
-        tasks=log.tasks,
+        context_features=schema.context_features,
+        num_dense=schema.num_dense,
+        event_features=schema.event_features,
+        num_event_dense=schema.num_event_dense,
+        tasks=schema.tasks,
         embedding_dim=embedding_dim,
-        sequence=log.schema.history,
-        priors=tuple(min(max(float(log.labels[task][train].mean()), 1e-4), 1 - 1e-4) for task in log.tasks),
+        sequence=schema.history,
+        priors=tuple(priors),
     )
     towers = tuple(replace(tower, dropout=dropout) for tower in config.sequences)
     return replace(config, sequences=towers, dropout=dropout)

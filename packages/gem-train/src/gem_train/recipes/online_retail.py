@@ -5,7 +5,7 @@ from pathlib import Path
 from gem_model import RankingConfig, presets
 from gem_parallel import SparseOptimizerConfig
 from gem_train.config import TrainerConfig
-from gem_train.data import ONLINE_RETAIL, SCOREBOARD, EventLog, load_online_retail
+from gem_train.data import ONLINE_RETAIL, SCOREBOARD, DatasetSchema, EventLog, load_online_retail
 from gem_train.recipes.models import for_log
 from gem_train.recipes.recipe import DataConfig, Recipe
 
@@ -17,13 +17,14 @@ def _load(directory: Path | None) -> EventLog:
     return load_online_retail(directory)
 
 
-def _model(log: EventLog) -> RankingConfig:
+def _model(log: EventLog | DatasetSchema) -> RankingConfig:
     return for_log(presets.tiny, log, embedding_dim=32, dropout=0.1)
 
 
 RECIPE = Recipe(
     name="online-retail",
     summary="UCI Online Retail, the same customer buys the same item again within 60 days; the user brings the data",
+    schema=ONLINE_RETAIL,
     load=_load,
     data_dir="data/online-retail",
     files=("events.parquet", "items.parquet"),

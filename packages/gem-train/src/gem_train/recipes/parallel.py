@@ -23,6 +23,7 @@ from gem_parallel import (
 )
 from gem_parallel.collectives import Collectives
 from gem_parallel.experts import exchange_counts
+from gem_train.checks import check_fields
 from gem_train.errors import ConfigError
 
 __all__ = ["AXES", "ParallelConfig", "hold_experts", "spread"]
@@ -57,6 +58,7 @@ class ParallelConfig:
     """Units whose dense parameters are gathered while another computes."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in AXES:
             degree = getattr(self, name)
             if degree is not None and degree < 1:

@@ -1,18 +1,25 @@
 """What a recipe is, and the resolved settings of one run of it."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gem_model import RankingConfig
-from gem_parallel import SparseOptimizerConfig
+import torch
+
+from gem_model import RankingConfig, RankingModel
+from gem_parallel import SparseOptimizerConfig, TableConfig
+from gem_train.checks import check_fields
 from gem_train.config import TrainerConfig
-from gem_train.data import EventLog, Scoreboard
+from gem_train.data import DatasetSchema, EventLog, Scoreboard
 from gem_train.errors import ConfigError
 from gem_train.overrides import apply_overrides
 from gem_train.recipes.parallel import ParallelConfig
+
+MAX_DIM = 1024
+"""Of gem_parallel's tables."""
 
 __all__ = ["DataConfig", "Recipe", "RunConfig"]
 
@@ -36,6 +43,7 @@ class DataConfig:
     """Batches that a background thread prepares ahead; 0 for none."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for name in ("global_batch_size", "eval_batch_size", "epochs", "max_history"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"DataConfig: `{name}` must be >= 1, got {getattr(self, name)}")
@@ -51,12 +59,14 @@ class Recipe:
     """Name on the command line."""
     summary: str
     """One sentence."""
+    schema: DatasetSchema
+    """What its data holds, before any is read."""
     load: Callable[[Path | None], EventLog]
     """Reads the log from a data directory, or generates it."""
     data_dir: str | None
     """Where the data lies by default, relative to the working directory; None for generated data."""
-    model: Callable[[EventLog], RankingConfig]
-    """The model for a log."""
+    model: Callable[[EventLog | DatasetSchema], RankingConfig]
+    """The model for a log; for a schema, all but what the data alone can say."""
     trainer: TrainerConfig
     """The loop."""
     data: DataConfig
@@ -131,19 +141,28 @@ class RunConfig:
     parallel: ParallelConfig
 
     @classmethod
-    def resolve(cls, recipe: Recipe, log: EventLog, assignments: Mapping[str, str]) -> "RunConfig":
+    def resolve(
+        cls,
+        recipe: Recipe,
+        log: EventLog | DatasetSchema,
+        assignments: Mapping[str, str],
+        *,
+        flags: Mapping[str, str] | None = None,
+    ) -> "RunConfig":
         """The settings of a recipe on a log, with fields changed by the user.
 
         Args:
             recipe: The recipe.
-            log: Its data; the model's features follow from it.
+            log: Its data, from which the model's features and priors follow; or `recipe.schema`, which finds the same
+                mistakes before any data is read.
             assignments: Dotted field name -> text, such as trainer.learning_rate -> 1e-3.
+            flags: Dotted field name -> the option that it was set with, where that is not --set.
 
         Returns:
             The settings.
 
         Raises:
-            ConfigError: if a name is unknown, or a value does not fit its field or the data.
+            ConfigError: if a name is unknown, or a value does not fit its field, the other values or the data.
         """
         plain = cls(
             trainer=recipe.trainer,
@@ -152,8 +171,9 @@ class RunConfig:
             model=recipe.model(log),
             parallel=ParallelConfig(),
         )
-        config = apply_overrides(plain, assignments)
+        config = apply_overrides(plain, assignments, flags=flags)
         _check_reads(config.model, log)
+        _check_sizes(config.model, assignments)
         return config
 
     def to_dict(self) -> dict[str, Any]:
@@ -161,13 +181,14 @@ class RunConfig:
         return {field.name: dataclasses.asdict(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
 
-def _check_reads(model: RankingConfig, log: EventLog) -> None:
+def _check_reads(model: RankingConfig, log: EventLog | DatasetSchema) -> None:
     """Refuses a model that reads what the log does not have; only fields that a user set can differ."""
+    schema = log if isinstance(log, DatasetSchema) else log.schema
     _check_names("tasks", model.tasks, log.tasks)
     _check_names("context_features", model.context_features, log.context_features)
     _check_count("num_dense", model.num_dense, log.num_dense)
     for index, tower in enumerate(model.sequences):
-        _check_names(f"sequences.{index}.name", (tower.name,), (log.schema.history,))
+        _check_names(f"sequences.{index}.name", (tower.name,), (schema.history,))
         _check_names(f"sequences.{tower.name}.event_features", tower.event_features, log.event_features)
         _check_count(f"sequences.{tower.name}.num_event_dense", tower.num_event_dense, log.num_event_dense)
 
@@ -183,3 +204,35 @@ def _check_names(field: str, names: tuple[str, ...], known: tuple[str, ...]) -> 
 def _check_count(field: str, count: int, known: int) -> None:
     if count != known:
         raise ConfigError(f"--set model.{field}={count}: the data has {known} columns; leave it at {known}")
+
+
+def _check_sizes(model: RankingConfig, assignments: Mapping[str, str]) -> None:
+    """Refuses widths that no table and no model can have, or that this machine cannot hold."""
+    given = [f"--set {name}={text}" for name, text in assignments.items() if name.startswith("model.")]
+    if not given:
+        return
+    try:
+        TableConfig(name="any", num_rows=1, dim=model.embedding_dim)
+    except ValueError as error:
+        raise ConfigError(
+            f"--set model.embedding_dim={model.embedding_dim}: `embedding_dim` must be a multiple of 4 from 4 to "
+            f"{MAX_DIM}, as the rows of a table have this width, got {model.embedding_dim}; for example 32"
+        ) from error
+    try:
+        # Experts are alike, so that two tell the size of any number of them.
+        one, two = (_num_parameters(dataclasses.replace(model, num_experts=count)) for count in (1, 2))
+        num_parameters = one + (model.num_experts - 1) * (two - one)
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"{' '.join(given)}: such a model cannot be built: {reason}; use smaller sizes") from error
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if 4 * num_parameters > memory:
+        raise ConfigError(
+            f"{' '.join(given)}: the model's weights must fit in the {memory / 1e9:,.0f} GB of memory here, got "
+            f"{num_parameters:,} parameters of 4 bytes; use smaller sizes"
+        )
+
+
+def _num_parameters(model: RankingConfig) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in RankingModel(model).parameters())

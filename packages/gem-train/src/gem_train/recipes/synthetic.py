@@ -5,7 +5,7 @@ from pathlib import Path
 from gem_model import RankingConfig, presets
 from gem_parallel import SparseOptimizerConfig
 from gem_train.config import TrainerConfig
-from gem_train.data import EventLog, generate
+from gem_train.data import SYNTHETIC, DatasetSchema, EventLog, generate
 from gem_train.recipes.models import for_log
 from gem_train.recipes.recipe import DataConfig, Recipe
 
@@ -17,13 +17,14 @@ def _load(directory: Path | None) -> EventLog:
     return generate()
 
 
-def _model(log: EventLog) -> RankingConfig:
+def _model(log: EventLog | DatasetSchema) -> RankingConfig:
     return for_log(presets.tiny, log, embedding_dim=16)
 
 
 RECIPE = Recipe(
     name="synthetic",
     summary="generated clicks of 500 users, to try the installation and for tests; no data needed",
+    schema=SYNTHETIC,
     load=_load,
     data_dir=None,
     model=_model,

@@ -25,6 +25,8 @@ _RATES = (
     "activation_passes",
 )
 
+_JSON = {list: "list", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
@@ -91,17 +93,31 @@ class Hardware:
 
         Raises:
             ValueError: the file is no rates file: a field is missing, unknown or without a source.
+            TypeError: ``path`` is no path.
             OSError: it cannot be read.
         """
+        if path is not None and not isinstance(path, (str, Path)):
+            raise TypeError(
+                f"Hardware.load: `path` must be a path or None, got {type(path).__name__} {path!r}; name a .json file "
+                "of rates, or leave it out for the H200's"
+            )
         path = Path(path) if path is not None else Path(__file__).with_name("nvidia-h200.json")
         try:
             values: Any = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"Hardware.load: {path} must be valid JSON: {error}") from error
         expected = {"name", "gemm", *_RATES}
-        if not isinstance(values, dict) or set(values) != expected:
-            got = sorted(set(values) ^ expected) if isinstance(values, dict) else type(values).__name__
-            raise ValueError(f"Hardware.load: {path} must hold {', '.join(sorted(expected))}, differs in {got}")
+        if not isinstance(values, dict):
+            raise ValueError(
+                f"Hardware.load: {path} must hold a JSON object with a field for each rate, got a "
+                f"{_JSON[type(values)]}; begin with a copy of {Path(__file__).with_name('nvidia-h200.json')}"
+            )
+        for what, names in (("hold", expected - set(values)), ("not hold", set(values) - expected)):
+            if names:
+                raise ValueError(
+                    f"Hardware.load: {path} must {what} {', '.join(sorted(names))}; the fields are "
+                    f"{', '.join(sorted(expected))}"
+                )
         try:
             gemm = tuple(
                 sorted(

@@ -1,0 +1,67 @@
+"""What is true of every field of a settings class: the type that it is annotated with, and finite numbers."""
+
+import dataclasses
+import math
+import types
+import typing
+from typing import Any
+
+from gem_train.errors import ConfigError
+
+__all__ = ["check_fields", "kind_of"]
+
+
+def check_fields(config: Any) -> None:
+    """Refuses fields of another type than their annotation, and numbers that are not finite.
+
+    Args:
+        config: A dataclass instance whose fields are int, float, bool, str or a Literal, or one of them or None.
+
+    Raises:
+        TypeError: naming the field, the type and the value.
+        ConfigError: if a float is NaN or infinite, or a Literal has another value.
+    """
+    owner = type(config).__name__
+    annotations = typing.get_type_hints(type(config))
+    for name in (field.name for field in dataclasses.fields(config)):
+        annotation = annotations[name]
+        value = getattr(config, name)
+        if not any(_is_a(value, member) for member in _members(annotation)):
+            error = ConfigError if typing.get_origin(annotation) is typing.Literal else TypeError
+            raise error(f"{owner}: `{name}` must be {kind_of(annotation)}, got {value!r}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{owner}: `{name}` must be {kind_of(annotation)}, got {value!r}")
+
+
+def kind_of(annotation: Any) -> str:
+    """What a field takes, in words.
+
+    Args:
+        annotation: Of a field: int, float, bool, str, a Literal, a tuple of these, or one of them or None.
+    """
+    members = _members(annotation)
+    if len(members) > 1:
+        words = [kind_of(member) for member in sorted(members, key=lambda member: member is types.NoneType)]
+        return " or ".join(words)
+    if typing.get_origin(annotation) is typing.Literal:
+        return f"one of {', '.join(map(str, typing.get_args(annotation)))}"
+    if typing.get_origin(annotation) is tuple:
+        of = typing.get_args(annotation)
+        if len(of) == 2 and of[1] is Ellipsis:
+            return f"values separated by commas, each {kind_of(of[0])}"
+        return f"{len(of)} values separated by commas"
+    words_of = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text"}
+    return "none" if annotation is types.NoneType else words_of.get(annotation, str(annotation))
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
+    return typing.get_args(annotation) if is_union else (annotation,)
+
+
+def _is_a(value: object, annotation: Any) -> bool:
+    if typing.get_origin(annotation) is typing.Literal:
+        return any(value == choice and type(value) is type(choice) for choice in typing.get_args(annotation))
+    if annotation in (int, float):
+        return isinstance(value, (int, annotation)) and not isinstance(value, bool)
+    return isinstance(value, annotation)
