@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +65,34 @@ def test_text_names_the_remedy(diagnosis: Diagnosis) -> None:
     assert "does NOT work" in text
     assert "a run on the CPU works" in format_diagnosis(diagnosis)
     assert re.search(rf"^  torch +{re.escape(torch.__version__)}$", text, re.MULTILINE)
+
+
+def test_the_assembler_is_among_the_versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It compiles what Triton wrote, and some of its releases compile it wrongly: a run must say which one it was."""
+    if "triton" in versions():
+        bundled = versions()["ptxas"]
+        assert re.fullmatch(r"\d+\.\d+\.\d+", bundled)
+        own = tmp_path / "ptxas"
+        own.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.8, V12.8.93'\n")
+        own.chmod(0o755)
+        monkeypatch.setenv("TRITON_PTXAS_PATH", str(own))
+        assert versions()["ptxas"] == "12.8.93"
+        monkeypatch.setenv("TRITON_PTXAS_PATH", str(tmp_path / "none"))
+        # As Triton does, which then takes its own.
+        assert versions()["ptxas"] == bundled
+    else:
+        assert "ptxas" not in versions()
+
+
+def test_a_gpu_that_the_build_has_no_code_for_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(device: torch.device) -> str:
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nCompile with ...")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor, "_training_step", step)
+    finding = doctor._gpu()
+    assert not finding.available
+    assert finding.reason == "RuntimeError: CUDA error: no kernel image is available for execution on the device"
 
 
 def test_long_names_keep_the_columns() -> None:

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from gem_train.errors import CheckpointError
+from gem_train.replicas import find_differing_copies
 from gem_train.world import World
 
 __all__ = ["Checkpointer"]
@@ -79,7 +80,7 @@ class Checkpointer:
 
         Args:
             step: Steps done.
-            tensors: Name -> tensor or DTensor. A plain tensor of one name is the same on all ranks that have it.
+            tensors: Name -> tensor or DTensor. Plain tensors of one name must be equal, and so must replicas.
             state: JSON values; the first rank's are written.
             protect: Steps whose checkpoints are kept whatever their age.
 
@@ -87,13 +88,14 @@ class Checkpointer:
             The published directory.
 
         Raises:
-            CheckpointError: if this step is published already.
+            CheckpointError: if this step is published already, or ranks hold differing copies of a tensor.
         """
         final, temporary = self.path(step), self.directory / f"{_TEMPORARY}step-{step:08d}"
         if final.exists():
             raise CheckpointError(
                 f"Checkpointer.save: {final} exists already; a published checkpoint is not overwritten"
             )
+        self._check_copies(tensors)
         if self._world.is_first:
             self.directory.mkdir(parents=True, exist_ok=True)
             for leftover in self.directory.glob(f"{_TEMPORARY}*"):
@@ -180,6 +182,17 @@ class Checkpointer:
         if found:
             raise CheckpointError(f"{found[0]}; the checkpoint of step {step} is damaged, use another one")
         return manifest
+
+    def _check_copies(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raises, on all ranks, if copies have drifted apart: the file would have one of them."""
+        if differing := find_differing_copies(tensors, self._world):
+            name, rank, other = differing[0]
+            more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+            raise CheckpointError(
+                f"Checkpointer.save: tensors must be equal on all ranks that hold a copy, got {name}{more} with other "
+                f"values on rank {other} than on rank {rank}; nothing was saved. Go on from the newest checkpoint "
+                f"({self.latest()}), and look for what the ranks do unlike each other"
+            )
 
     def _write_tensors(self, tensors: Mapping[str, Tensor], temporary: Path) -> None:
         with warnings.catch_warnings():

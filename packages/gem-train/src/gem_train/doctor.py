@@ -2,7 +2,10 @@
 
 import importlib
 import importlib.metadata
+import os
 import platform
+import re
+import subprocess
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +16,8 @@ __all__ = ["Diagnosis", "Finding", "examine", "format_diagnosis", "versions"]
 
 PACKAGES = ("gem_kernels", "gem_precision", "gem_parallel", "gem_model", "gem_train")
 _LIBRARIES = ("torch", "triton", "fbgemm-gpu", "fbgemm-gpu-cpu", "transformer-engine", "numpy", "pyarrow")
+_ASSEMBLERS = {"ptxas": "TRITON_PTXAS_PATH", "ptxas-blackwell": "TRITON_PTXAS_BLACKWELL_PATH"}
+"""Program -> variable that tells Triton to run another one in its place."""
 
 TESTED = (
     {"torch": "2.13", "triton": "3.9", "fbgemm": "1.8"},
@@ -55,13 +60,20 @@ class Diagnosis:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, the libraries that matter and the packages of this project, of those that are installed."""
+    """Versions of Python, the libraries that matter and the packages of this project, of those that are installed.
+
+    ptxas and ptxas-blackwell are the assemblers that Triton runs, which have bugs and versions of their own.
+    """
     found = {"python": platform.python_version(), "torch": torch.__version__}
     for name in _LIBRARIES[1:]:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    for name in _ASSEMBLERS if "triton" in found else ():
+        version = _assembler(name)
+        if version is not None:
+            found[name] = version
     for package in PACKAGES:
         try:
             found[package.replace("_", "-")] = str(importlib.import_module(package).__version__)
@@ -109,6 +121,21 @@ def format_diagnosis(diagnosis: Diagnosis) -> str:
             lines.append(f"      {'':<{width}}  -> {finding.remedy}")
     verdict = "a run on the CPU works" if diagnosis.works else "a run on the CPU does NOT work: mend what is marked NO"
     return "\n".join([*lines, "", verdict])
+
+
+def _assembler(name: str) -> str | None:
+    """Version of one of Triton's assemblers, as Triton finds it; None if there is none that runs."""
+    bundled = importlib.metadata.distribution("triton").locate_file(f"triton/backends/nvidia/bin/{name}")
+    for path in (os.environ.get(_ASSEMBLERS[name]), str(bundled)):
+        if not path:
+            continue
+        try:
+            text = subprocess.run([path, "--version"], check=True, capture_output=True, text=True, timeout=20).stdout
+        except (OSError, subprocess.SubprocessError):
+            continue
+        if match := re.search(r"\bV(\d+(?:\.\d+)+)", text):
+            return match[1]
+    return None
 
 
 def _package(name: str) -> Finding:
