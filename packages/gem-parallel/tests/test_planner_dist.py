@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from param_wires import ByteWire
 from recorder import Recorder
 from torch import nn
 
@@ -20,7 +21,7 @@ from gem_parallel import (
 )
 from gem_parallel._src.collectives.base import DefaultCollectives
 from gem_parallel.experts import ExpertParallel
-from gem_parallel.planner import DenseUnit, ModelDescription, SparseTable, Workload, explain
+from gem_parallel.planner import DenseUnit, ModelDescription, SparseTable, Workload, explain, plan_record
 
 pytestmark = pytest.mark.dist
 SAMPLES = 16
@@ -33,6 +34,7 @@ class Case:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     sizes: dict = field(default_factory=lambda: {"gather_bytes": 4, "reduce_bytes": 4})
+    wire: ByteWire | None = None
 
 
 CASES = [
@@ -47,6 +49,16 @@ CASES = [
         torch.bfloat16,
         torch.float32,
         {"gather_bytes": 2, "reduce_bytes": 4},
+    ),
+    Case("wire 2", ParallelDims.for_world(2), wire=ByteWire()),
+    Case("wire 4 in blocks of 3", ParallelDims.for_world(4), wire=ByteWire(rows_per_block=3)),
+    Case(
+        "wire hsdp 2x2, bf16",
+        ParallelDims.for_world(4, dp_replicate=2),
+        torch.bfloat16,
+        torch.float32,
+        {"gather_bytes": 2, "reduce_bytes": 4},
+        ByteWire(),
     ),
 ]
 TABLES = (
@@ -92,7 +104,10 @@ def rank_dense(rank, world_size, folder):
         torch.manual_seed(0)
         net = Net()
         plan = ParallelPlan(
-            shard_units=("first", "second"), param_dtype=case.param_dtype, reduce_dtype=case.reduce_dtype
+            shard_units=("first", "second"),
+            param_dtype=case.param_dtype,
+            reduce_dtype=case.reduce_dtype,
+            param_wire=case.wire,
         )
         net = parallelize(net, plan, case.dims.build_mesh("cpu"))
         with Recorder() as recorder:
@@ -159,7 +174,7 @@ def predict(dims, tables=(), **sizes):
 def test_dense_bytes(dense):
     world_size, results = dense
     for case in (case for case in CASES if case.dims.world_size == world_size):
-        report = predict(case.dims, **case.sizes)
+        report = predict(case.dims, param_wire=case.wire, **case.sizes)
         expected = sorted((each.kind, each.payload) for each in report.collectives)
         for calls in (result[case.id] for result in results):
             # Two steps, each of which sends what was predicted for one.
@@ -172,6 +187,28 @@ def test_the_prediction_depends_on_padding():
     gather = next(each for each in report.collectives if each.name == "first parameters" and each.when == "forward")
     assert gather.payload == 4 * (8 * 5 + 8) * 3 / 4
     assert gather.payload != 4 * (7 * 5 + 7) * 3 / 4
+
+
+def test_the_prediction_depends_on_the_wire():
+    """Of rows that a byte is the element of, and on four ranks only where a shard's rows are whole blocks."""
+
+    def payload(unit, **work):
+        report = predict(ParallelDims.for_world(4), **work)
+        (gather,) = (
+            each for each in report.collectives if each.name == f"{unit} parameters" and each.when == "forward"
+        )
+        return gather.payload
+
+    # (7, 5), (7,): two rows of five elements and two bytes each a rank; biases as they are.
+    assert payload("first", param_wire=ByteWire()) == 3 * (2 * 7 + 2 * 4)
+    assert payload("first", param_wire=ByteWire(rows_per_block=3)) == payload("first") == 3 * (2 * 5 + 2) * 4
+    # (9, 7), (9,), (3, 9): three rows a rank are a block, one is not.
+    assert payload("second", param_wire=ByteWire(rows_per_block=3)) == 3 * (3 * 9 + 3 * 4 + 9 * 4)
+    wired = predict(ParallelDims.for_world(4), param_wire=ByteWire())
+    assert "casts of parameters on the wire" in wired.losses()
+    assert sum(wired.losses().values()) == pytest.approx(wired.step.seconds)
+    assert wired.compute.wire > 0 == predict(ParallelDims.for_world(4)).compute.wire
+    assert plan_record(wired)["workload"]["param_wire"] == "byte"
 
 
 def by_kind(calls, kind):

@@ -13,6 +13,7 @@ from gem_parallel._src.embeddings.config import (
     TableMemory,
     check_memory,
 )
+from gem_parallel._src.param_wire import ParamWire, check_wire
 
 __all__ = ["DenseUnit", "ModelDescription", "SparseTable", "TableKind", "TableLocation", "Workload"]
 
@@ -228,6 +229,9 @@ class Workload:
     """Samples of one step on one rank (local batch)."""
     gather_bytes: int = 4
     """Per element of a gathered parameter: 4 is float32, 2 is bfloat16 (``ParallelPlan.param_dtype``)."""
+    param_wire: ParamWire | None = None
+    """Form in which parameters travel (``ParallelPlan.param_wire``); None is the dtype of ``gather_bytes``, which
+    they have when they have come."""
     reduce_bytes: int = 4
     """Per element of a reduced gradient (``ParallelPlan.reduce_dtype``)."""
     row_bytes: int = 4
@@ -252,6 +256,8 @@ class Workload:
         for name in ("gather_bytes", "reduce_bytes", "row_bytes"):
             if getattr(self, name) not in (1, 2, 4):
                 raise ValueError(f"{owner}: `{name}` must be 1, 2 or 4, got {getattr(self, name)}")
+        if self.param_wire is not None:
+            check_wire(owner, self.param_wire)
         if self.table_gather not in ("tables", "rows"):
             raise ValueError(f"{owner}: `table_gather` must be one of tables, rows, got {self.table_gather!r}")
         _require(owner, "dense_state_bytes", self.dense_state_bytes, low=0, integer=True)

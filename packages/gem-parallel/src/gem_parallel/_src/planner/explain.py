@@ -106,6 +106,7 @@ class PlanReport:
         parts = {
             "dense forward and backward": mean.dense,
             "recomputation": sum(mean.recompute),
+            "casts of parameters on the wire": mean.wire,
             "lookup, pooling and table update": mean.lookup + mean.update + 2 * mean.pooling,
             "dense optimizer": mean.optimizer,
             "waiting for the heaviest rank": self.compute.total - mean.total,

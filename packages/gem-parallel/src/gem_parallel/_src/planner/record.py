@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from gem_parallel._src.planner.explain import PlanReport
@@ -24,6 +24,7 @@ def plan_record(report: PlanReport) -> dict[str, Any]:
         report: From ``explain``.
     """
     plan, memory, step = report.tables, report.memory, report.step
+    wire = report.workload.param_wire
     return {
         "schema": SCHEMA,
         "model": {
@@ -36,7 +37,7 @@ def plan_record(report: PlanReport) -> dict[str, Any]:
         "dims": asdict(report.dims),
         "placement": {axis: asdict(place) for axis, place in report.dims.placement(report.topology).items()},
         "topology": asdict(report.topology),
-        "workload": asdict(report.workload),
+        "workload": asdict(replace(report.workload, param_wire=None)) | {"param_wire": wire.name if wire else None},
         "hardware": _rates(report),
         "tables": {
             "strategy": report.strategy,

@@ -10,13 +10,18 @@ from gem_parallel._src.planner.description import DenseUnit, ModelDescription, W
 from gem_parallel._src.planner.hardware import Hardware
 from gem_parallel._src.planner.network import Collective, Group, all_reduce
 from gem_parallel._src.planner.tables import TablePlan
-from gem_parallel._src.planner.traffic import SparseTraffic, UnitTraffic, shard_elements
+from gem_parallel._src.planner.traffic import SparseTraffic, UnitTraffic, dense_groups, gathered_bytes, shard_elements
 from gem_parallel._src.topology import TIERS, Tier, Topology
 
 __all__ = ["ComputeSeconds", "Interval", "Scales", "StepPlan", "compute_seconds", "simulate"]
 
 OPTIMIZER_BYTES = 28
 """Per parameter: AdamW in float32 reads weight, gradient and two moments and writes three of them."""
+ENCODE_BYTES = 7
+"""Per element of a shard: the master weight is read, the code written, and copied into its row."""
+DECODE_BYTES = 3
+"""Per element of a whole parameter: codes are copied out of their rows and read. The value is written, and copied to
+where the parameter lies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +72,15 @@ class ComputeSeconds:
     update: float
     pooling: float
     optimizer: float
+    casts: tuple[float, ...]
+    """By unit, of one gather of parameters that travel in a form of their own."""
+    num_gathers: tuple[int, ...]
+    """By unit."""
+
+    @property
+    def wire(self) -> float:
+        """All casts of a step."""
+        return sum(each * times for each, times in zip(self.casts, self.num_gathers, strict=True))
 
     @property
     def dense(self) -> float:
@@ -76,7 +90,8 @@ class ComputeSeconds:
     @property
     def total(self) -> float:
         """All of it."""
-        return self.dense + sum(self.recompute) + self.lookup + self.update + 2 * self.pooling + self.optimizer
+        tables = self.lookup + self.update + 2 * self.pooling
+        return self.dense + sum(self.recompute) + tables + self.optimizer + self.wire
 
 
 def _unit_seconds(unit: DenseUnit, samples: float, hardware: Hardware) -> tuple[float, float]:
@@ -120,7 +135,18 @@ def compute_seconds(
         # Every output row is read from where the exchange put it, and written.
         pooling=2 * outputs / hardware.copy.value,
         optimizer=owned * OPTIMIZER_BYTES / hardware.copy.value,
+        casts=tuple(_cast_seconds(unit, dims, workload, hardware) for unit in model.units),
+        num_gathers=tuple(1 + unit.reshard_after_forward for unit in model.units),
     )
+
+
+def _cast_seconds(unit: DenseUnit, dims: ParallelDims, workload: Workload, hardware: Hardware) -> float:
+    """To encode a rank's shard and to decode what came, by the copy rate."""
+    encoded = gathered_bytes(unit, dims, workload)[1]
+    narrowed = 2 * workload.gather_bytes if workload.gather_bytes < 4 else 0
+    shard = encoded * (ENCODE_BYTES + narrowed)
+    whole = encoded * dense_groups(unit, dims)[0].degree * (DECODE_BYTES + 3 * workload.gather_bytes)
+    return (shard + whole) / hardware.copy.value
 
 
 class _Clock:
@@ -248,6 +274,7 @@ def _schedule(
         ready = gathered[at]
         if traffic.expert_forward is not None:
             ready = max(ready, clock.send(traffic.expert_forward[0], "ep", clock.now))
+        clock.compute(f"{names[at]} wire", seconds.casts[at] * scales.dense, [gathered[at]])
         end = clock.compute(f"{names[at]} forward", seconds.forward[at] * scales.dense, [ready])
         if traffic.expert_forward is not None:
             clock.compute("", 0.0, [clock.send(traffic.expert_forward[1], "ep", end)])
@@ -262,6 +289,8 @@ def _schedule(
         ready = gathered[at]
         if traffic.expert_backward is not None:
             ready = max(ready, clock.send(traffic.expert_backward[0], "ep", clock.now))
+        if seconds.num_gathers[at] > 1:
+            clock.compute(f"{names[at]} wire", seconds.casts[at] * scales.dense, [gathered[at]])
         work = (seconds.backward[at] + seconds.recompute[at]) * scales.dense
         end = clock.compute(f"{names[at]} backward", work, [ready])
         reduced = clock.send(traffic.reduce, "reduce", end)

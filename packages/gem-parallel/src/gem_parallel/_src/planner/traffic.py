@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from gem_parallel._src.embeddings.exchange import NUM_FLAGS
 from gem_parallel._src.mesh import ParallelDims
+from gem_parallel._src.param_wire import travels_encoded
 from gem_parallel._src.planner.description import DenseUnit, ModelDescription, Workload
 from gem_parallel._src.planner.network import (
     Collective,
@@ -19,7 +20,15 @@ from gem_parallel._src.planner.network import (
 from gem_parallel._src.planner.tables import TablePlan
 from gem_parallel._src.topology import Topology
 
-__all__ = ["SparseTraffic", "UnitTraffic", "dense_groups", "shard_elements", "sparse_traffic", "unit_traffic"]
+__all__ = [
+    "SparseTraffic",
+    "UnitTraffic",
+    "dense_groups",
+    "gathered_bytes",
+    "shard_elements",
+    "sparse_traffic",
+    "unit_traffic",
+]
 
 ID_BYTES = 8
 """Ids and counts travel as int64."""
@@ -68,6 +77,22 @@ def shard_elements(unit: DenseUnit, dims: ParallelDims) -> int:
     return one * local_experts(unit, dims)
 
 
+def gathered_bytes(unit: DenseUnit, dims: ParallelDims, workload: Workload) -> tuple[int, int]:
+    """(bytes of a unit that one rank brings to a gather, elements of them that travel encoded)."""
+    degree, wire = dense_groups(unit, dims)[0].degree, workload.param_wire
+    total = encoded = 0
+    for shape in unit.shapes:
+        rows = -(-shape[0] // degree) * math.prod(shape[1:-1])
+        columns = shape[-1] if len(shape) > 1 else 1
+        if wire is not None and wire.covers(shape) and travels_encoded(wire, shape, degree):
+            total += rows * wire.row_bytes(columns)
+            encoded += rows * columns
+        else:
+            total += rows * columns * workload.gather_bytes
+    count = local_experts(unit, dims)
+    return total * count, encoded * count
+
+
 def unit_traffic(unit: DenseUnit, dims: ParallelDims, workload: Workload, topology: Topology) -> UnitTraffic:
     """What FSDP2 and expert parallelism send for one unit."""
     shard, replicas = dense_groups(unit, dims)
@@ -79,11 +104,10 @@ def unit_traffic(unit: DenseUnit, dims: ParallelDims, workload: Workload, topolo
         # FSDP2 leaves the collectives out of a group of one.
         if shard.degree > 1:
             whole = elements * shard.degree
-            gathers[0] = all_gather(f"{name} parameters", "forward", shard, whole * workload.gather_bytes, topology)
+            gathered = gathered_bytes(unit, dims, workload)[0] * shard.degree
+            gathers[0] = all_gather(f"{name} parameters", "forward", shard, gathered, topology)
             if unit.reshard_after_forward:
-                gathers[1] = all_gather(
-                    f"{name} parameters", "backward", shard, whole * workload.gather_bytes, topology
-                )
+                gathers[1] = all_gather(f"{name} parameters", "backward", shard, gathered, topology)
             reduce = reduce_scatter(f"{name} gradients", "backward", shard, whole * workload.reduce_bytes, topology)
         if replicas.degree > 1:
             replicate = all_reduce(
