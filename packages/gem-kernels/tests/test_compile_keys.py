@@ -1,4 +1,4 @@
-"""What selects a compiled variant of a kernel: nothing that changes from batch to batch.
+"""What every kernel keeps to, read from its source: what selects a compiled variant, who tunes it, how it is launched.
 
 Triton compiles anew for an integer argument that is 1 or becomes a multiple of 16, unless the kernel says that it must
 not. A size of the batch among such arguments stalls a training step every time it happens to be one of those.
@@ -77,3 +77,14 @@ def test_no_kernel_is_tuned_where_it_runs():
     for path in sorted(SOURCE.rglob("*.py")):
         names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
         assert not names & {"autotune", "heuristics", "Autotuner"}, f"{path.name} tunes a kernel"
+
+
+def test_programs_lie_along_the_one_axis_that_is_long_enough():
+    """Axes y and z of a launch hold 65,535 programs; batches have more sequences, and some versions do not say so."""
+    found = 0
+    for path in sorted(SOURCE.rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) in ("tl.program_id", "gl.program_id"):
+                found += 1
+                assert ast.unparse(call.args[0]) == "0", f"{path.name}, line {call.lineno}"
+    assert found >= 10
