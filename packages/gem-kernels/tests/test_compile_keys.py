@@ -6,8 +6,12 @@ not. A size of the batch among such arguments stalls a training step every time 
 
 import ast
 import importlib
+import random
 from pathlib import Path
 from typing import NamedTuple
+
+import pytest
+import torch
 
 import gem_kernels
 
@@ -88,3 +92,83 @@ def test_programs_lie_along_the_one_axis_that_is_long_enough():
                 found += 1
                 assert ast.unparse(call.args[0]) == "0", f"{path.name}, line {call.lineno}"
     assert found >= 10
+
+
+class Recorder:
+    """Takes the place of a kernel, launches nothing, and writes down what would select a compiled variant."""
+
+    def __init__(self, source, keys):
+        self.source, self.keys = source, keys
+        self.names = [argument.arg for argument in source.function.args.args]
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *arguments, **constants):
+        given = zip(self.names, arguments, strict=False)
+        kinds = tuple(self.kind(name, value) for name, value in given)
+        # Activations are jit functions, which interpreted ones do not compare as.
+        values = tuple((name, getattr(value, "__name__", value)) for name, value in constants.items())
+        self.keys.add((self.source.function.name, kinds, values))
+
+    def kind(self, name, value):
+        """What Triton looks at: of a pointer its type and whether it is aligned, of an integer its width and value."""
+        if isinstance(value, torch.Tensor):
+            return value.dtype, value.data_ptr() % 16 == 0
+        if not isinstance(value, int) or isinstance(value, bool):
+            return None if value is None else type(value).__name__
+        wide = value >= 2**31
+        return (wide,) if name in self.source.unspecialised else (wide, value == 1, value % 16 == 0)
+
+
+@pytest.fixture
+def record(monkeypatch):
+    """Puts recorders in the place of an op's kernels; returns the set of keys that they see."""
+
+    def start(op):
+        keys = set()
+        for source in kernels():
+            if source.module.split(".")[2] == op and source.function.args.args[0].arg.endswith("_ptr"):
+                monkeypatch.setattr(f"{source.module}.{source.function.name}", Recorder(source, keys))
+        return keys
+
+    return start
+
+
+def random_batch(draw):
+    """(q, k, v, offsets and bounds of both sides) of 1 to 300 sequences of up to 4,096 rows, nothing filled in."""
+    num_sequences = draw.randint(1, 300)
+    sides = []
+    for _ in range(2):
+        longest = int(2 ** draw.uniform(0, 12))
+        lengths = torch.tensor([draw.randint(0, longest) for _ in range(num_sequences)])
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        sides.append((offsets, int(lengths.max())))
+    (offsets_q, max_q), (offsets_k, max_k) = sides
+    q = torch.empty(int(offsets_q[-1]), 4, 128, dtype=torch.bfloat16)
+    k, v = (torch.empty(int(offsets_k[-1]), 4, 128, dtype=torch.bfloat16) for _ in range(2))
+    return q, k, v, (offsets_q, offsets_k, max_q, max_k)
+
+
+VARIANTS = {"gdpa": 48, "jagged_attention": 48}
+"""What 200 random batches of one model may compile at most, forward and backward; the README says so."""
+
+
+@pytest.mark.parametrize("op", VARIANTS)
+def test_200_random_batches_compile_at_most_a_stated_number_of_variants(op, record, interpreter):
+    forward, backward = (importlib.import_module(f"gem_kernels._src.{op}.{name}") for name in ("forward", "backward"))
+    keys = record(op)
+    draw = random.Random(0)
+    for _ in range(200):
+        q, k, v, sizes = random_batch(draw)
+        if op == "gdpa":
+            options = (*sizes, "silu", 1.0, 1.0, -1, -1)
+            saved = (forward.launch_forward(q, k, v, *options), q, k, v)
+        else:
+            options = (*sizes, 1.0, -1, -1)
+            out, lse = forward.launch_forward(q, k, v, *options)
+            saved = (out, None, q, k, v, out, lse)
+        backward.launch_backward(*saved, *options)
+    kernels_seen = {name for name, *_ in keys}
+    assert len(kernels_seen) >= 3
+    assert len(keys) <= VARIANTS[op]
