@@ -42,6 +42,21 @@ def run_jagged_attention(x):
     return out, lse, *launch_backward(x.do, torch.ones_like(lse), x.q, x.k, x.v, out, lse, *args)
 
 
+def run_jagged_attention_with_bias(x):
+    from gem_kernels._src.jagged_attention.backward import launch_backward
+    from gem_kernels._src.jagged_attention.bias import Bias
+    from gem_kernels._src.jagged_attention.forward import launch_forward
+    from gem_kernels._src.jagged_attention.tables import launch_table_gradients
+
+    generator = torch.Generator().manual_seed(1)
+    position, time = (torch.randn(NUM_HEADS, columns, generator=generator).to(DTYPE) for columns in (7, 9))
+    times = torch.arange(x.q.shape[0]) * 50
+    args = (x.offsets_q, x.offsets_k, x.max_seqlen_q, x.max_seqlen_k, 0.25, -1, -1, Bias(position, time, times, times))
+    out, lse = launch_forward(x.q, x.k, x.v, *args)
+    gradients = (x.do, torch.ones_like(lse), x.q, x.k, x.v, out, lse, *args)
+    return out, lse, *launch_backward(*gradients), *launch_table_gradients(*gradients)
+
+
 def run_gdpa(x):
     from gem_kernels._src.gdpa.backward import launch_backward
     from gem_kernels._src.gdpa.forward import launch_forward
@@ -59,7 +74,7 @@ def run_block_attention(x):
 
 
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "heads"])
-@pytest.mark.parametrize("run", [run_jagged_attention, run_gdpa, run_block_attention])
+@pytest.mark.parametrize("run", [run_jagged_attention, run_jagged_attention_with_bias, run_gdpa, run_block_attention])
 def test_attention_reads_far_rows_and_heads(run, dim, hole):
     near = attention_inputs(LENGTHS, num_heads=NUM_HEADS, head_dim=HEAD_DIM, dtype=DTYPE)
     views = {name: far(hole, getattr(near, name), dim, number) for number, name in enumerate(("q", "k", "v", "do"))}
@@ -67,6 +82,24 @@ def test_attention_reads_far_rows_and_heads(run, dim, hole):
     for result, expected in zip(run(near._replace(**views)), run(near), strict=True):
         assert torch.equal(result, expected)
         assert result.isfinite().all()
+
+
+def test_linear_layers_with_norms_read_far_rows(hole):
+    from gem_kernels._src.norm_linear import backward, matmul
+
+    generator = torch.Generator().manual_seed(2)
+    x, weight, dout = (torch.randn(rows, 32, generator=generator).to(DTYPE) for rows in (9, 32, 9))
+
+    def run(x, dout):
+        rms = matmul.launch_fused_rmsnorm_linear(x, weight, None, 1e-6)
+        gradients = backward.launch_rmsnorm_linear_backward(dout, x, weight, None, rms[1], False)
+        post = matmul.launch_fused_linear_norm(x, weight, None, None, None, True, 1e-5)
+        out, _, rstd = post
+        more = backward.launch_linear_norm_backward(dout, x, weight, None, out, rstd, True, False)
+        return [tensor for tensor in (*rms, *gradients, *post, *more) if tensor is not None]
+
+    for result, expected in zip(run(far(hole, x, 0, 0), far(hole, dout, 0, 1)), run(x, dout), strict=True):
+        assert torch.equal(result, expected)
 
 
 def test_mx_reads_far_rows(hole):
