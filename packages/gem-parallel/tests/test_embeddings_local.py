@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gem_parallel import FeatureConfig, ShardedEmbeddings, SparseOptimizerConfig, TableConfig
+from gem_parallel._src.embeddings import batch_layout as layout_source
 from gem_parallel._src.embeddings import build as build_source
 from gem_parallel._src.embeddings import combined_engine as combined_source
 from gem_parallel._src.embeddings import flat_batch as flat_source
@@ -132,7 +134,15 @@ def test_layouts_are_not_kept_for_ever(monkeypatch, layouts):
     for _ in range(8):
         module.exchange(random_batch(generator))
     assert len(module._local._flattener._layouts) <= layouts[0]
-    assert all(each.low.numel() <= layouts[1] for each in module._local._flattener._layouts.values())
+    assert all(each.num_elements <= layouts[1] for each in module._local._flattener._layouts.values())
+
+
+@pytest.mark.parametrize("policy", ["error", "drop", "clamp"])
+def test_large_batches_without_written_bounds(monkeypatch, policy):
+    """As batches of more than 2^25 ids and offsets are checked."""
+    monkeypatch.setattr(layout_source, "MAX_EXPANDED", 3)
+    steps_match("cpu", id_policy=policy)
+    check_variants("cpu", policy)
 
 
 def test_a_layout_is_used_again():
@@ -287,14 +297,15 @@ def test_the_short_call_is_fbgemms_forward(device, kind):
 
 
 class Ops(TorchDispatchMode):
-    """Counts operators that compute."""
+    """Counts operators that compute, or all."""
 
-    def __init__(self):
+    def __init__(self, views=False):
         super().__init__()
         self.count = Counter()
+        self.views = views
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not func.is_view:
+        if self.views or not func.is_view:
             self.count[str(func)] += 1
         return func(*args, **(kwargs or {}))
 
@@ -316,6 +327,52 @@ def operators(pooling, num_features, mesh=None):
     with Ops() as backward:
         torch.autograd.backward(list(outputs.values()), grads)
     return forward.count, backward.count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calls:
+    """Most calls of the dispatcher, views included."""
+
+    id: str
+    features: tuple[tuple[int, int, str], ...]
+    """(features, dim, pooling), each with a table of its own."""
+    forward: int
+    backward: int
+    policy: str = "error"
+
+
+# fbgemm's module alone takes 7 and 1 for one dim and pooling. A batch costs 8 more: a copy, bounds, comparison, shifts,
+# falls, their number and its way to the host, and views; a second feature two: bags in one run, and an output each.
+CALLS = [
+    Calls(id="one", features=((1, 64, "sum"),), forward=15, backward=1),
+    Calls(id="26", features=((26, 64, "sum"),), forward=17, backward=2),
+    Calls(id="26 dropped", features=((26, 64, "sum"),), forward=20, backward=2, policy="drop"),
+    Calls(id="26 clamped", features=((26, 64, "sum"),), forward=17, backward=2, policy="clamp"),
+    Calls(id="means", features=((8, 64, "mean"),), forward=24, backward=3),
+    Calls(id="histories", features=((3, 64, "none"),), forward=17, backward=2),
+    Calls(id="histories and bags", features=((3, 64, "none"), (6, 64, "sum")), forward=17, backward=2),
+    Calls(id="three dims", features=((9, 16, "sum"), (9, 64, "sum"), (8, 128, "sum")), forward=27, backward=6),
+]
+
+
+@pytest.mark.parametrize("case", CALLS, ids=lambda case: case.id)
+def test_calls_of_the_dispatcher(case):
+    tables, features, batch = [], [], {}
+    for number, dim, pooling in case.features:
+        for _ in range(number):
+            name = f"f{len(tables)}"
+            tables.append(TableConfig(name=name, num_rows=20, dim=dim))
+            features.append(FeatureConfig(name=name, table=name, pooling=pooling))
+            batch[name] = torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3])
+    module = ShardedEmbeddings(tables, features, optimizer=SparseOptimizerConfig(), id_policy=case.policy)
+    module.lookup(module.exchange(batch))
+    with Ops(views=True) as forward:
+        outputs = module.lookup(module.exchange(batch))
+    grads = [torch.ones_like(each) for each in outputs.values()]
+    with Ops(views=True) as backward:
+        torch.autograd.backward(list(outputs.values()), grads)
+    assert forward.count.total() <= case.forward, forward.count
+    assert backward.count.total() <= case.backward, backward.count
 
 
 @pytest.mark.parametrize("pooling", ["sum", "mean", "none"])

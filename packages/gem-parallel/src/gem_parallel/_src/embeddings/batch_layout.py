@@ -5,50 +5,60 @@ Everything here follows from how many ids and bags each feature has, so batches 
 One int64 tensor holds the batch: the values of all features, then all offsets. Each element has bounds: a value's are
 its table's rows; a feature's first offset is 0, its last the number of its values, the others lie between. So clamping
 finds every bad id and every offset that is out of place, and leaves what is safe to look up; what is left to check is
-that offsets do not fall.
+that offsets do not fall. Up to ``MAX_EXPANDED`` elements the bounds of each are written out, so that one operator acts
+on all of them; of larger batches they are numbers of the host, with an operator per segment and no memory.
 
 Adding a shift to each element makes a value the row of its engine and an offset a position among the engine's values.
-The offsets of all pooled features in a row then are bags, once where one feature's end meets the next one's start the
-first of the two is left out. Unpooled features come first, as bags of one id.
+The offsets of all pooled features in a row then are bags, once the first of the two is left out where one feature's end
+meets the next one's start. Unpooled features come first, as bags of one id.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from gem_parallel._src.embeddings.layout import FeatureSlot
+from gem_parallel._src.embeddings.unit_layout import Unit, UnitLayout, UnitPart
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["BatchLayout", "Check", "Structure", "Unit", "UnitLayout", "make_check"]
+__all__ = ["BatchLayout", "Bounds", "Check", "Segment", "Structure", "make_check"]
+
+MAX_EXPANDED = 2**25
+"""Elements whose bounds are written out: 24 bytes each, and nearly as many again while they are made, for which a batch
+of billions has no room."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Unit:
-    """What one engine looks up."""
+class Bounds:
+    """What is valid, element by element."""
 
-    slots: tuple[FeatureSlot, ...]
-    """Unpooled ones, then sums, then means."""
-    num_rows: tuple[int, ...]
-    """Rows of each slot's table."""
-    bases: tuple[int, ...]
-    """Row of the engine at which each slot's table begins."""
-    tables: tuple[int, ...]
-    """Number of each slot's table."""
-    dim: int
-    sums: bool
-    """Whether it sums over bags; if not, the order of the slots is free, and offsets are checked only."""
+    low: Tensor
+    """(L,) int64, inclusive."""
+    high: Tensor
+    shift: Tensor
+    """(L,) int64"""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Elements with equal bounds and shift."""
+
+    start: int
+    end: int
+    low: int
+    high: int
+    shift: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
     """What is wrong with a batch of L elements, of which A are values and K offsets."""
 
@@ -65,51 +75,28 @@ class Check:
 
 
 @dataclass(kw_only=True, slots=True)
-class UnitLayout:
-    """One engine's part of a batch."""
-
-    names: list[str]
-    """Features that the batch has, in order of slot."""
-    values: slice
-    """Of the batch's tensor."""
-    num_values: int
-    num_offsets: int
-    """Offsets of its bags, which follow those of the units before; 0 if every bag is one id."""
-    kept: Tensor | None
-    """(num_outputs + 1,) int64: which of these offsets are bags'; None if all are."""
-    counting: Tensor | None
-    """0, 1, ...: the offsets of unpooled features, if there are pooled ones, too."""
-    sizes: list[int]
-    """Output rows of each feature."""
-    num_outputs: int
-    num_before_means: int
-    """Output rows that are no means; they come first."""
-    has_means: bool
-    means_only: bool
-
-
-@dataclass(kw_only=True, slots=True)
 class BatchLayout:
     """Positions in the batch's tensor (L,), of which A are values."""
 
     units: list[UnitLayout]
     parts: list[int]
     """Lengths, from the first element on: each unit's values, then each unit's offsets of bags, then the rest."""
-    low: Tensor
-    """(L,) int64 bounds, inclusive."""
-    high: Tensor
-    shift: Tensor
-    """(L,) int64"""
-    table: Tensor
-    """(L,) int64 of a value: number of its table in the unit's group."""
+    bounds: Bounds | None
+    """None of a large batch."""
+    segments: list[Segment]
+    """Of a large batch, in order; the first ones are values, one for each feature."""
+    table: Tensor | None
+    """(A,) int64 number of each value's table in the unit's group; None if all units sum."""
+    num_elements: int
+    """L"""
     num_values: int
     """A"""
     num_falls: int
     """Places among the shifted offsets that fall in every good batch, between engines."""
     impossible: bool
     """A feature has values but no bags."""
-    pairs: list[tuple[str, slice, slice]]
-    """Each feature's values and offsets."""
+    pairs: Callable[[], list[tuple[str, int, int, int, int]]]
+    """Gives each feature with where its values and where its offsets begin and end."""
     outputs: list[str]
     """Features, as outputs are in order."""
     outputs_at: list[int]
@@ -122,28 +109,13 @@ class BatchLayout:
     """Memory for the check of one batch after the other, on one stream."""
 
 
-def make_check(layout: BatchLayout, *, drop: bool) -> Check:
+def make_check(layout: BatchLayout, device: torch.device, *, drop: bool) -> Check:
     """Memory for a check."""
-    length, split = layout.low.numel(), layout.num_values
-    faults = torch.empty(2 * length - split - 1, dtype=torch.bool, device=layout.low.device)
+    length, split = layout.num_elements, layout.num_values
+    faults = torch.empty(2 * length - split - 1, dtype=torch.bool, device=device)
     bad = faults[:length]
-    scratch = layout.high[:split] + 1 if drop else None
+    scratch = layout.bounds.high[:split] + 1 if drop and layout.bounds is not None else None
     return Check(faults=faults, bad=bad, bad_values=bad[:split], falls=faults[length:], scratch=scratch)
-
-
-class _Part:
-    """One unit's features that a batch has."""
-
-    def __init__(self, unit: Unit, present: Sequence[bool], first: int) -> None:
-        slots = [slot for slot, here in zip(unit.slots, present, strict=True) if here]
-        self.names = [slot.config.name for slot in slots]
-        self.first, self.end = first, first + len(slots)
-        poolings = [slot.config.pooling if unit.sums else "none" for slot in slots]
-        self.num_single = poolings.count("none")
-        self.num_sums = poolings.count("sum")
-        self.has_means = self.num_single + self.num_sums < len(slots)
-        self.mixed = 0 < self.num_single < len(slots)
-        self.pooled = range(self.first + self.num_single, self.end)
 
 
 class Structure:
@@ -167,9 +139,9 @@ class Structure:
         import numpy as np
 
         self._device = device
-        self._parts: list[_Part] = []
+        self._parts: list[UnitPart] = []
         for unit, here in zip(units, present, strict=True):
-            self._parts.append(_Part(unit, here, self._parts[-1].end if self._parts else 0))
+            self._parts.append(UnitPart(unit, here, self._parts[-1].end if self._parts else 0))
         self._names = [name for part in self._parts for name in part.names]
         self._outputs = [name for name in outputs if name in self._names]
         self._outputs_at = [self._names.index(name) for name in self._outputs]
@@ -183,15 +155,14 @@ class Structure:
         self._run_order = runs + [
             feature for part in self._parts for feature in range(part.first, part.first + part.num_single)
         ]
-        starts, start = [], count
-        for run in self._run_order:
-            starts.append(start)
-            start += 3 if run >= 0 else 1
-        self._runs = np.array([run for run in self._run_order if run >= 0], dtype=np.int64)
-        self._runs_at = np.array([at for run, at in zip(self._run_order, starts, strict=True) if run >= 0])
-        self._single_at = [at for run, at in zip(self._run_order, starts, strict=True) if run < 0]
+        self._runs = [run for run in self._run_order if run >= 0]
+        # The bags of one id have three segments, too, of which one is not empty.
+        self._run_feature = np.array([max(run, 0) for run in self._run_order], dtype=np.int64)
+        self._single_runs = [at for at, run in enumerate(self._run_order) if run < 0]
+        self._sums = all(unit.sums for unit in units)
+        self._falls = len([part for part in self._parts if part.names]) > 1 or bool(self._single_runs)
         # Rows: low, high, shift, table, length.
-        self._template = np.zeros((5, start), dtype=np.int64)
+        self._template = np.zeros((5, count + 3 * len(self._run_order)), dtype=np.int64)
         slots = [
             (rows - 1, base, table)
             for unit, here in zip(units, present, strict=True)
@@ -199,7 +170,7 @@ class Structure:
             if taken
         ]
         self._template[1:4, :count] = np.array(slots).reshape(count, 3).T
-        self._template[4, self._runs_at] = 1
+        self._template[4, count::3] = 1
 
     @property
     def names(self) -> list[str]:
@@ -214,105 +185,121 @@ class Structure:
     @property
     def runs(self) -> list[int]:
         """Index in ``names`` of each feature, in order of their offsets."""
-        runs: list[int] = self._runs.tolist()
-        return runs
+        return self._runs
 
     def lay_out(self, num_values: Sequence[int], num_offsets: Sequence[int]) -> BatchLayout:
-        """The layout of a batch whose features have so many values and offsets; P of each."""
+        """The layout of a batch whose features have so many values and offsets; P of each.
+
+        Raises:
+            ValueError: more ids or bags than one lookup can take.
+        """
         import numpy as np
 
+        for part in self._parts:
+            part.check(num_values, num_offsets)
         values = np.array(num_values, dtype=np.int64)
         offsets = np.array(num_offsets, dtype=np.int64)
         starts = values.cumsum() - values
         # Among the unit's values.
         shifts = starts - starts[self._first]
-        runs, at = self._runs, self._runs_at
         ends = values * (offsets > 1)
+        count, of = len(values), self._run_feature
         table = self._template.copy()
-        table[4, : len(values)] = values
-        table[1, at + 1] = values[runs]
-        table[0, at + 2] = table[1, at + 2] = ends[runs]
-        table[2, at] = table[2, at + 1] = table[2, at + 2] = shifts[runs]
-        table[4, at + 1] = np.maximum(offsets[runs] - 2, 0)
-        table[4, at + 2] = np.minimum(offsets[runs] - 1, 1)
-        mixed = [part for part in self._parts if part.mixed]
-        singles = [int(shifts[part.first + part.num_single]) for part in mixed]
-        for single, place in zip(singles, self._single_at, strict=True):
-            table[1, place] = table[4, place] = single
+        runs = table[:, count:].reshape(5, len(of), 3)
+        table[4, :count] = values
+        runs[1, :, 1] = values[of]
+        runs[0, :, 2] = runs[1, :, 2] = ends[of]
+        runs[2] = shifts[of, None]
+        run_offsets = offsets[of]
+        runs[4, :, 1] = np.maximum(run_offsets - 2, 0)
+        runs[4, :, 2] = np.minimum(run_offsets - 1, 1)
+        singles = [int(shifts[part.pooled[0]]) for part in self._parts if part.mixed]
+        for single, at in zip(singles, self._single_runs, strict=True):
+            runs[:, at] = 0
+            runs[1, at, 1] = runs[4, at, 1] = single
         np.cumsum(table[4], out=table[4])
-        seams = [self._seams(part, num_values, num_offsets) for part in self._parts]
-        (low, high, shift, number), kept = self._expand(table, seams)
-        total = int(table[4, len(values) - 1])
-        units, pairs = self._place(num_values, num_offsets, starts, total, kept)
+        length, total = int(table[4, -1]), int(table[4, count - 1])
+        seams = [part.seams(num_values, num_offsets) for part in self._parts]
+        bounds, number, kept = self._expand(table, count, seams)
+        segments = self._segments(table) if bounds is None else []
+        units = [
+            part.place(num_values, num_offsets, start, each, self._device)
+            for part, start, each in zip(self._parts, self._unit_starts(starts, total), kept, strict=True)
+        ]
         bags = [unit.num_offsets for unit in units]
         return BatchLayout(
             units=units,
-            parts=[*(unit.num_values for unit in units), *bags, int(table[4, -1]) - total - sum(bags)],
-            low=low,
-            high=high,
-            shift=shift,
+            parts=[*(unit.num_values for unit in units), *bags, length - total - sum(bags)],
+            bounds=bounds,
+            segments=segments,
             table=number,
+            num_elements=length,
             num_values=total,
-            num_falls=self._count_falls(shifts, shifts + ends, singles),
+            num_falls=self._count_falls(shifts, shifts + ends, singles) if self._falls else 0,
             impossible=bool((ends < values).any()),
-            pairs=pairs,
+            pairs=partial(self._pairs, table[4]),
             outputs=self._outputs,
             outputs_at=self._outputs_at,
-            sizes=[
-                sizes
-                for part, unit in zip(self._parts, units, strict=True)
-                for first in [part.num_single + part.num_sums]
-                for sizes in (unit.sizes[:first], unit.sizes[first:])
-                if sizes
-            ],
+            sizes=[sizes for part, unit in zip(self._parts, units, strict=True) for sizes in part.sizes(unit)],
             whole=all(unit.counting is None for unit in units),
         )
 
-    def _seams(self, part: _Part, num_values: Sequence[int], num_offsets: Sequence[int]) -> list[int]:
-        """Output row at which each pooled feature but the first begins, then the number of all; [] if there is none."""
-        if len(part.pooled) < 2:
-            return []
-        sizes = [sum(num_values[part.first : part.first + part.num_single])]
-        sizes += [num_offsets[feature] - 1 for feature in part.pooled]
-        return list(accumulate(sizes))[1:]
+    def _unit_starts(self, starts: NDArray[np.int64], total: int) -> list[int]:
+        """First value of each unit."""
+        return [int(starts[part.first]) if part.names else total for part in self._parts]
 
     def _expand(
-        self, table: NDArray[np.int64], seams: Sequence[Sequence[int]]
-    ) -> tuple[Sequence[Tensor], list[Tensor | None]]:
+        self, table: NDArray[np.int64], count: int, seams: Sequence[Sequence[int]]
+    ) -> tuple[Bounds | None, Tensor | None, list[Tensor | None]]:
         """Per element of the batch and per bag of each unit, of what is known per segment and per feature.
 
+        Args:
+            table: Of segments; its last row says where each ends.
+            count: Segments that are values.
+            seams: ``UnitPart.seams`` of each unit.
+
         Returns:
-            (low, high, shift, table) of elements, ``table``'s last row saying where each segment ends; and
-            ``UnitLayout.kept`` of each unit.
+            The bounds; the numbers of the values' tables; and ``UnitLayout.kept`` of each unit.
         """
         import numpy as np
 
-        numbers = np.concatenate([table.ravel(), *(np.array(each, dtype=np.int64) for each in seams)])
-        if self._device.type == "cpu":
-            small = torch.from_numpy(numbers)
-        else:
-            pinned = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=True)
-            pinned.numpy()[:] = numbers
-            small = pinned.to(self._device, non_blocking=True)
-        segments, *ends = small.split([table.size, *(len(each) for each in seams)])
-        segments = segments.view(table.shape)
-        longest = max([int(table[-1, -1]), *(each[-1] + 1 for each in seams if each)])
+        length, total = int(table[4, -1]), int(table[4, count - 1])
+        # Of a large batch the tables' numbers only.
+        large = length > MAX_EXPANDED
+        columns = slice(count if large else None)
+        rows = slice(3 if self._sums else 4)
+        used = table[:, columns]
+        numbers = np.concatenate([used.ravel(), *(np.array(each, dtype=np.int64) for each in seams)])
+        small = _to_device(numbers, self._device)
+        segments, *ends = small.split([used.size, *(len(each) for each in seams)])
+        segments = segments.view(used.shape)
+        expanded = 0 if large and self._sums else total if large else length
+        longest = max([expanded, *(each[-1] + 1 for each in seams if each)])
         elements = torch.arange(longest, device=self._device)
-        which = torch.searchsorted(segments[-1], elements[: int(table[-1, -1])], right=True)
         kept: list[Tensor | None] = []
         for each, end in zip(seams, ends, strict=True):
             if not each:
                 kept.append(None)
                 continue
             # One is left out at each seam; the last bag's end comes after them all.
-            rows = elements[: each[-1] + 1]
-            kept.append(torch.searchsorted(end[:-1], rows, right=True).add_(rows))
-        return segments[:-1].index_select(1, which).unbind(), kept
+            places = elements[: each[-1] + 1]
+            kept.append(torch.searchsorted(end[:-1], places, right=True).add_(places))
+        if not expanded:
+            return None, None, kept
+        which = torch.searchsorted(segments[4], elements[:expanded], right=True)
+        if large:
+            return None, segments[3].index_select(0, which), kept
+        low, high, shift, *number = segments[rows].index_select(1, which).unbind()
+        return Bounds(low=low, high=high, shift=shift), number[0][:total] if number else None, kept
+
+    @staticmethod
+    def _segments(table: NDArray[np.int64]) -> list[Segment]:
+        ends = table[4].tolist()
+        low, high, shift = table[:3].tolist()
+        return [Segment(*each) for each in zip([0, *ends[:-1]], ends, low, high, shift, strict=True)]
 
     def _count_falls(self, firsts: NDArray[np.int64], lasts: NDArray[np.int64], singles: Sequence[int]) -> int:
         """How often the last offset of a run lies above the first of the next."""
-        if not singles:
-            return int((firsts[self._runs[1:]] < lasts[self._runs[:-1]]).sum())
         remaining = iter(singles)
         falls, before = 0, 0
         for run in self._run_order:
@@ -325,50 +312,21 @@ class Structure:
             before = last
         return falls
 
-    def _place(
-        self,
-        num_values: Sequence[int],
-        num_offsets: Sequence[int],
-        starts: NDArray[np.int64],
-        total: int,
-        kept: Sequence[Tensor | None],
-    ) -> tuple[list[UnitLayout], list[tuple[str, slice, slice]]]:
-        """Each unit's part; and each feature's."""
-        units: list[UnitLayout] = []
-        offsets_at: dict[int, int] = {}
-        at = total
-        for part, each in zip(self._parts, kept, strict=True):
-            first_bag = at
-            sizes = list(num_values[part.first : part.first + part.num_single])
-            single = sum(sizes)
-            at += single if part.mixed else 0
-            for feature in part.pooled:
-                offsets_at[feature] = at
-                sizes.append(num_offsets[feature] - 1)
-                at += num_offsets[feature]
-            start = int(starts[part.first]) if part.names else total
-            count = sum(num_values[part.first : part.end])
-            units.append(
-                UnitLayout(
-                    names=part.names,
-                    values=slice(start, start + count),
-                    num_values=count,
-                    num_offsets=at - first_bag,
-                    kept=each,
-                    counting=torch.arange(single, device=self._device) if part.mixed and single else None,
-                    sizes=sizes,
-                    num_outputs=sum(sizes),
-                    num_before_means=sum(sizes[: part.num_single + part.num_sums]),
-                    has_means=part.has_means,
-                    means_only=part.has_means and part.num_single + part.num_sums == 0,
-                )
-            )
-        for part in self._parts:
-            for feature in range(part.first, part.first + part.num_single):
-                offsets_at[feature] = at
-                at += num_offsets[feature]
-        pairs = []
-        for feature, name in enumerate(self._names):
-            first, place = int(starts[feature]), offsets_at[feature]
-            pairs.append((name, slice(first, first + num_values[feature]), slice(place, place + num_offsets[feature])))
-        return units, pairs
+    def _pairs(self, table: NDArray[np.int64]) -> list[tuple[str, int, int, int, int]]:
+        """``BatchLayout.pairs``, from where segments end."""
+        ends = table.tolist()
+        count = len(self._names)
+        offsets = {run: count + 3 * at for at, run in enumerate(self._run_order)}
+        return [
+            (name, ends[at - 1] if at else 0, ends[at], ends[offsets[at] - 1], ends[offsets[at] + 2])
+            for at, name in enumerate(self._names)
+        ]
+
+
+def _to_device(numbers: NDArray[np.int64], device: torch.device) -> Tensor:
+    """The host does not wait."""
+    if device.type != "cuda":
+        return torch.from_numpy(numbers).to(device)
+    pinned = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=True)
+    pinned.numpy()[:] = numbers
+    return pinned.to(device, non_blocking=True)

@@ -71,6 +71,7 @@ class CombinedEngine:
             pools=True,
             memory=memory,
         )
+        self.max_bags = self._inner.max_bags
         self._num_rows = list(num_rows)
         self._device = device
         self._starts = torch.tensor(self.bases[:-1], dtype=torch.int64, device=device)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gem_parallel._src.embeddings.config import SparseOptimizerConfig, TableMemory
 from gem_parallel._src.embeddings.fused_call import FusedCall
+from gem_parallel._src.embeddings.limits import MAX_BAGS
 from gem_parallel._src.embeddings.memory import cache_sets
 from gem_parallel._src.embeddings.transfer import to_device
 from gem_parallel._src.engine_report import require_fbgemm
@@ -171,6 +172,8 @@ class FbgemmEngine:
             **decay,
             **cache,
         )
+        self.max_bags = min(MAX_BAGS, int(self._tbe.info_B_mask) - 1)
+        """Of one lookup of one table."""
         self._learning_rate = optimizer.learning_rate
         self._arange = torch.empty(0, dtype=torch.int64, device=device)
         self._scratch = [weight[-1] for weight in self._tbe.split_embedding_weights()]
@@ -220,6 +223,10 @@ class FbgemmEngine:
         """Offsets for rows of their own: bags of one id; where nothing is summed, of ``IDS_PER_BAG``."""
         size = 1 if self._call_unpooled is None else IDS_PER_BAG
         num_bags = -(-total // size)
+        if num_bags > self.max_bags:
+            # fbgemm has no numbers for so many bags; nothing is summed, so they may be longer.
+            size = -(-total // self.max_bags)
+            return torch.arange(0, total + size, size, device=self._device).clamp_(max=total)
         if self._arange.numel() <= num_bags:
             self._arange = torch.arange(0, (2 * num_bags + 1) * size, size, device=self._device)
         offsets = self._arange[: num_bags + 1]

@@ -17,16 +17,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gem_parallel._src.embeddings.batch_layout import Unit
 from gem_parallel._src.embeddings.config import FeatureConfig, IdPolicy
 from gem_parallel._src.embeddings.flat_batch import FlatBatch, Flattener
 from gem_parallel._src.embeddings.grid import Grid
 from gem_parallel._src.embeddings.ids import BatchReport, FeatureIds, GroupIds, join_bags, summarise
 from gem_parallel._src.embeddings.layout import Group
+from gem_parallel._src.embeddings.limits import check_num_received
 from gem_parallel._src.embeddings.link import Transfer
 from gem_parallel._src.embeddings.pending import GroupRequest, ReplicaRoute, Route
 from gem_parallel._src.embeddings.plan import Distinct, GroupPlan, block_order, find_distinct, order_locally
 from gem_parallel._src.embeddings.transfer import DeviceVector, to_device
+from gem_parallel._src.embeddings.unit_layout import Unit
 
 __all__ = ["Exchanged", "Exchanger", "RankReport"]
 
@@ -225,6 +226,7 @@ class Exchanger:
                 for group in self._groups
             ]
         found = []
+        assert batch.layout.table is not None
         for group, unit in zip(self._groups, batch.layout.units, strict=True):
             features = []
             counts = [0] * len(group.tables)
@@ -326,6 +328,7 @@ class Exchanger:
             found.distinct_of_sorted, torch.arange(num_unique + 1, device=self._device, dtype=torch.int64)
         )
         send_splits, receive_splits = sent.sum(1).tolist(), got.sum((1, 2)).tolist()
+        check_num_received(ids.group.dim, self._grid.rank, sum(receive_splits))
         rows = local.new_empty(sum(receive_splits))
         work = self._grid.shards.all_to_all(
             rows, local, receive_splits, send_splits, what="exchange: the exchange of ids"

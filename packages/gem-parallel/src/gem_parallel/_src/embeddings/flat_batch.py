@@ -16,17 +16,18 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from gem_parallel._src.embeddings.batch_layout import BatchLayout, Check, Structure, Unit, make_check
+from gem_parallel._src.embeddings.batch_layout import BatchLayout, Check, Structure, make_check
 from gem_parallel._src.embeddings.config import FeatureConfig, IdPolicy
 from gem_parallel._src.embeddings.hashing import hash_ids
 from gem_parallel._src.embeddings.ids import BatchIds, flatten_ids
 from gem_parallel._src.embeddings.layout import Group
+from gem_parallel._src.embeddings.unit_layout import Unit
 
 __all__ = ["FlatBatch", "Flattener"]
 
 MAX_LAYOUTS = 4
 MAX_LAYOUT_ELEMENTS = 2**20
-"""Layouts of larger batches are not kept: 32 bytes per element."""
+"""Layouts of larger batches are not kept: 24 to 40 bytes per element."""
 
 MAX_ORDERS = 16
 """Orders of names, of which callers mostly have one."""
@@ -51,17 +52,37 @@ class FlatBatch:
 
     __slots__ = ("check", "given", "layout", "parts", "safe")
 
-    def __init__(self, layout: BatchLayout, given: Tensor, check: Check) -> None:
+    def __init__(self, layout: BatchLayout, given: Tensor, check: Check, *, drop: bool) -> None:
         self.layout, self.given, self.check = layout, given, check
-        self.safe = safe = torch.clamp(given, layout.low, layout.high)
-        torch.ne(safe, given, out=check.bad)
-        if check.scratch is not None:
-            values = safe[: layout.num_values]
-            torch.where(check.bad_values, check.scratch, values, out=values)
-        safe.add_(layout.shift)
+        bounds = layout.bounds
+        if bounds is None:
+            safe = _clamped(layout, given, check, drop=drop)
+        else:
+            safe = torch.clamp(given, bounds.low, bounds.high)
+            torch.ne(safe, given, out=check.bad)
+            if check.scratch is not None:
+                values = safe[: layout.num_values]
+                torch.where(check.bad_values, check.scratch, values, out=values)
+            safe.add_(bounds.shift)
+        self.safe = safe
         offsets = safe[layout.num_values :]
         torch.lt(offsets[1:], offsets[:-1], out=check.falls)
         self.parts = safe.split(layout.parts)
+
+
+def _clamped(layout: BatchLayout, given: Tensor, check: Check, *, drop: bool) -> Tensor:
+    """``FlatBatch.safe`` of a batch whose bounds are not written out, and ``check.bad``."""
+    safe = torch.empty_like(given)
+    for each in layout.segments:
+        torch.clamp(given[each.start : each.end], each.low, each.high, out=safe[each.start : each.end])
+    torch.ne(safe, given, out=check.bad)
+    for each in layout.segments:
+        part = safe[each.start : each.end]
+        if drop and each.end <= layout.num_values:
+            part.masked_fill_(check.bad[each.start : each.end], each.high + 1)
+        if each.shift:
+            part.add_(each.shift)
+    return safe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,12 +174,12 @@ class Flattener:
             raise
         if given.device != self._device or given.layout is not torch.strided or given.ndim != 1:
             self._refuse(ids)
-        check = layout.check
+        check, drop = layout.check, self._policy == "drop"
         if check is None:
-            check = make_check(layout, drop=self._policy == "drop")
+            check = make_check(layout, self._device, drop=drop)
             if self._shared:
                 layout.check = check
-        return FlatBatch(layout, given, check)
+        return FlatBatch(layout, given, check, drop=drop)
 
     def _with_hashes(
         self, ids: Mapping[str, tuple[Tensor, Tensor]], order: _Order, parts: Sequence[Tensor]
@@ -195,7 +216,7 @@ class Flattener:
             if min(num_offsets) == 0:
                 self._refuse(ids)
             layout = order.structure.lay_out(num_values, [num_offsets[at] for at in order.offsets_at])
-        if layout.low.numel() <= MAX_LAYOUT_ELEMENTS:
+        if layout.num_elements <= MAX_LAYOUT_ELEMENTS:
             _keep(self._layouts, key, layout, MAX_LAYOUTS)
         return layout
 
@@ -227,7 +248,7 @@ class Flattener:
 
     def again(self, layout: BatchLayout, given: Tensor) -> BatchIds:
         """The batch feature by feature, with what is wrong with it."""
-        pairs = {name: (given[values], given[offsets]) for name, values, offsets in layout.pairs}
+        pairs = {name: (given[start:end], given[first:last]) for name, start, end, first, last in layout.pairs()}
         return flatten_ids(pairs, self._groups, self._features, policy=self._policy, device=self._device)
 
 

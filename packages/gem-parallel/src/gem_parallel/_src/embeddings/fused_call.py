@@ -65,16 +65,12 @@ class FusedCall:
         tbe: SplitTableBatchedEmbeddingBagsCodegen; its weights and moments must stay the same tensors.
         kind: Its optimizer, as in SparseOptimizerConfig.
         pooling_mode: fbgemm's; default: the module's. A module of one table may be called with any.
-
-    Attributes:
-        max_bags: Most bags of one call: what fbgemm's backward can number.
     """
 
     def __init__(self, tbe: Any, kind: str, *, pooling_mode: Any = None) -> None:
         from fbgemm_gpu import split_embedding_codegen_lookup_invokers as invokers
 
         args = invokers.lookup_args
-        self.max_bags: int = int(tbe.info_B_mask) - 1
         self._common: Any = args.CommonArgs(
             **{name: getattr(tbe, name) for name in SAME},
             dev_weights=tbe.weights_dev,

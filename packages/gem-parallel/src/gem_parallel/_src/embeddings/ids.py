@@ -15,6 +15,7 @@ from torch import Tensor
 from gem_parallel._src.embeddings.config import FeatureConfig, IdPolicy
 from gem_parallel._src.embeddings.hashing import hash_ids, to_int64
 from gem_parallel._src.embeddings.layout import FeatureSlot, Group
+from gem_parallel._src.embeddings.limits import check_num_ids
 from gem_parallel._src.embeddings.transfer import to_device
 
 __all__ = ["NUM_SUMMARY", "BatchIds", "BatchReport", "FeatureIds", "GroupIds", "flatten_ids", "join_bags", "summarise"]
@@ -129,7 +130,7 @@ def flatten_ids(
     """Check a batch, lay it out by group and table, and apply ``drop`` or ``clamp``.
 
     Raises:
-        TypeError, ValueError: an unknown feature, or a tensor of the wrong type, shape or device.
+        TypeError, ValueError: an unknown feature, a tensor of the wrong type, shape or device, or too many ids.
     """
     if not isinstance(ids, Mapping):
         raise TypeError(
@@ -153,6 +154,9 @@ def flatten_ids(
     for name, pair in ids.items():
         values, offsets = check_feature(name, pair, device)
         pairs[name] = (hash_ids(values, hashed[name]) if name in hashed else values, offsets)
+    for group in groups:
+        names = [slot.config.name for slot in group.features if slot.config.name in pairs]
+        check_num_ids(group.dim, names, sum(pairs[name][0].numel() for name in names))
     flat = [_flatten_group(pairs, group, device) for group in groups]
     summary = torch.zeros(NUM_SUMMARY + len(features), dtype=torch.int64, device=device)
     summary[1:NUM_SUMMARY] = -1

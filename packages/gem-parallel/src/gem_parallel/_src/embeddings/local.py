@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gem_parallel._src.embeddings.batch_layout import Unit
 from gem_parallel._src.embeddings.combined_engine import CombinedEngine
 from gem_parallel._src.embeddings.config import FeatureConfig, IdPolicy
 from gem_parallel._src.embeddings.flat_batch import Flattener
@@ -20,6 +19,7 @@ from gem_parallel._src.embeddings.ids import BatchIds
 from gem_parallel._src.embeddings.layout import Group
 from gem_parallel._src.embeddings.pending import LocalBatch
 from gem_parallel._src.embeddings.transfer import Flag
+from gem_parallel._src.embeddings.unit_layout import Unit
 
 __all__ = ["LocalPath"]
 
@@ -150,4 +150,5 @@ def _unit(group: Group, engine: CombinedEngine, first_table: int) -> Unit:
         tables=tuple(slot.table for slot in slots),
         dim=engine.dim,
         sums=True,
+        max_bags=engine.max_bags,
     )

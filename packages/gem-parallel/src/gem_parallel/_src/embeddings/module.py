@@ -382,6 +382,11 @@ class ShardedEmbeddings(nn.Module):
             self._meter.watch(outputs.values())
         return outputs
 
+    @property
+    def learning_rate(self) -> float:
+        """Step size of the next lookup's update."""
+        return self._learning_rate
+
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the sparse optimizer's step size, from the next lookup on; equal on all ranks, which is not compared.
 

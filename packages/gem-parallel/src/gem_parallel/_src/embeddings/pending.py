@@ -135,9 +135,9 @@ class Pending:
     def tensors(self) -> list[Tensor]:
         """All device tensors held here."""
         found: list[Tensor] = list(self.named.values())
-        if self.local is not None and self.local.layout is not None:
-            layout, given, safe = self.local.layout, self.local.given, self.local.safe
-            found += [each for each in (layout.low, given, safe, *self.local.bags) if each is not None]
+        if self.local is not None:
+            given, safe = self.local.given, self.local.safe
+            found += [each for each in (given, safe, *self.local.bags) if each is not None]
         for request in self.requests:
             found += [] if request.bags is None else [request.bags]
             found += [request.rows, request.ids.values, *(feature.offsets for feature in request.ids.features)]
