@@ -1,12 +1,16 @@
 """Chooses Triton's interpreter where there is no CUDA device, before anything imports triton; skips GPU tests there."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# What several files of tests share, in modules beside them.
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 def pytest_collection_modifyitems(items):

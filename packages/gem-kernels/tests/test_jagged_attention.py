@@ -1,179 +1,40 @@
+"""What is jagged_attention's own: its log-sum-exp and scale, large scores, its ops, and the grids and tiles of all.
+
+What it shares with gdpa: test_packed_attention.
+"""
+
 import dataclasses
-import gc
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
+from packed_ops import FULL, MIXED, JaggedAttention, inputs
 
 from gem_kernels import jagged_attention, reference
 from gem_kernels._src.attention import launch
-from gem_kernels._src.attention.configs import TileConfig, fit_lengths, shared_memory_bytes
-from gem_kernels._src.jagged_attention import configs
+from gem_kernels._src.attention.configs import TileConfig, fit_lengths
 from gem_kernels._src.jagged_attention.op import jagged_attention_backward_op, jagged_attention_op
 from gem_kernels.testing import (
-    LENGTH_CASES,
     MASK_CASES,
     LengthCase,
-    MaskCase,
     assert_matches_oracle,
-    assert_rms,
     attention_inputs,
     make_offsets,
     random_lengths,
-    summation_floor,
 )
 
-FULL = MASK_CASES[0]
-MIXED = LengthCase(id="mixed", lengths_q=(3, 0, 40, 1, 17), lengths_k=(20, 5, 0, 33, 1))
-
-
-def keywords(x, mask=FULL):
-    return {
-        "offsets_q": x.offsets_q,
-        "offsets_k": x.offsets_k,
-        "max_seqlen_q": x.max_seqlen_q,
-        "max_seqlen_k": x.max_seqlen_k,
-        "causal": mask.causal,
-        "window_size": mask.window_size,
-    }
-
-
-def by_reference(x, dlse, mask, scale=None):
-    """(out, lse, dq, dk, dv) of the loop, in the dtype of ``x``."""
-    options = {
-        "offsets_q": x.offsets_q,
-        "offsets_k": x.offsets_k,
-        "causal": mask.causal,
-        "window_size": mask.window_size,
-        "scale": scale,
-    }
-    out, lse = reference.jagged_attention(x.q, x.k, x.v, **options)
-    return out, lse, *reference.jagged_attention_backward(x.do, x.q, x.k, x.v, dlse=dlse, **options)
-
-
-def by_op(x, dlse, mask, scale=None):
-    """(out, lse, dq, dk, dv) of the public function and autograd."""
-    q, k, v = (t.detach().requires_grad_() for t in (x.q, x.k, x.v))
-    out, lse = jagged_attention(q, k, v, return_lse=True, scale=scale, **keywords(x, mask))
-    return out.detach(), lse.detach(), *torch.autograd.grad([out, lse], [q, k, v], [x.do, dlse.to(lse.dtype)])
-
-
-def by_launch(x, dlse, mask, scale=None):
-    """(out, lse, dq, dk, dv) of the Triton kernels on any tensors, CPU ones interpreted."""
-    from gem_kernels._src.jagged_attention.backward import launch_backward
-    from gem_kernels._src.jagged_attention.forward import launch_forward
-
-    left, right = mask.window_size
-    right = 0 if mask.causal else right
-    scale = x.q.shape[2] ** -0.5 if scale is None else scale
-    args = (x.offsets_q, x.offsets_k, x.max_seqlen_q, x.max_seqlen_k, scale, left, right)
-    out, lse = launch_forward(x.q, x.k, x.v, *args)
-    return out, lse, *launch_backward(x.do, dlse, x.q, x.k, x.v, out, lse, *args)
-
-
-def cancellation_floor(x, scale, factor):
-    """One float32 rounding of what cancels in gradients of scores times ``factor``: of dq the keys, of dk the queries.
-
-    dS = P (dO V^T - rowsum(dO O) + dLSE), and where a query sees one key the first two, summed in different orders,
-    are equal. By Cauchy-Schwarz the terms of either sum to at most |dO| |V|.
-    """
-    if 0 in (x.do.numel(), x.v.numel(), factor.numel()):
-        return 0.0
-    scale = x.q.shape[2] ** -0.5 if scale is None else scale
-    terms = x.do.double().norm(dim=-1).max() * x.v.double().norm(dim=-1).max()
-    return float(torch.finfo(torch.float32).eps * terms * abs(scale) * factor.double().abs().max())
-
-
-def check(compute, x, mask=FULL, *, scale=None, rms=None):
-    """Output, LSE and gradients of ``compute`` against float64, as far off as the loop in the same dtype, twice."""
-    oracle_x = x.to(torch.float64)
-    dlse = torch.linspace(-1, 1, x.q.shape[0] * x.q.shape[1], device=x.q.device).view(x.q.shape[:2])
-    results = compute(x, dlse, mask, scale)
-    oracle = by_reference(oracle_x, dlse.double(), mask, scale)
-    eager = by_reference(x, dlse, mask, scale)
-    offsets = (x.offsets_q, x.offsets_q, x.offsets_q, x.offsets_k, x.offsets_k)
-    for name, a, o, e, offs in zip(("out", "lse", "dq", "dk", "dv"), results, oracle, eager, offsets, strict=True):
-        # Gradients sum over keys or queries in another order than the loop.
-        floor = summation_floor(o, a.dtype)
-        if name in ("dq", "dk"):
-            floor += cancellation_floor(x, scale, x.k if name == "dq" else x.q)
-        assert_matches_oracle(name, a, o, e, offsets=offs, floor=floor, factor=3.0 if name.startswith("d") else 2.0)
-        if rms is not None and name != "lse":
-            assert_rms(name, a, o, ratio=rms)
-
-
-def inputs(case, **options):
-    return attention_inputs(case.lengths_q, case.lengths_k, **options)
-
-
-@pytest.mark.parametrize("mask", MASK_CASES, ids=lambda m: m.id)
-@pytest.mark.parametrize("case", LENGTH_CASES, ids=lambda c: c.id)
-def test_cpu_op_matches_oracle(case, mask):
-    check(by_op, inputs(case, num_heads=4, num_heads_kv=2, head_dim=8, head_dim_v=12), mask)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("contiguous", [True, False])
-@pytest.mark.parametrize("offsets_dtype", [torch.int32, torch.int64])
-def test_cpu_op_dtypes_and_strides(dtype, contiguous, offsets_dtype):
-    x = inputs(MIXED, dtype=dtype, contiguous=contiguous, offsets_dtype=offsets_dtype, num_heads=2)
-    check(by_op, x, MASK_CASES[1], scale=0.7)
-
-
-def test_cpu_groups_and_chunks_match_oracle():
-    # Long enough for several groups of similar length and several query chunks in each.
-    lengths = torch.cat([random_lengths(40, 90, sparsity=0.5, seed=1), torch.tensor([700, 0, 650])])
-    x = attention_inputs(lengths, num_heads=2, head_dim=8)
-    for mask in (FULL, MASK_CASES[1], MaskCase(id="w", window_size=(20, 10))):
-        check(by_op, x, mask)
-
-
-@pytest.mark.parametrize("mask", MASK_CASES, ids=lambda m: m.id)
-@pytest.mark.parametrize("heads_kv", [2, 1])
-def test_interpreted_kernels_match_oracle_for_every_mask(mask, heads_kv, interpreter, poisoned_empty):
-    x = inputs(MIXED, num_heads=2, num_heads_kv=heads_kv, head_dim_v=24)
-    check(by_launch, x, mask)
-
-
-@pytest.mark.parametrize("case", LENGTH_CASES, ids=lambda c: c.id)
-def test_interpreted_kernels_match_oracle_for_every_length_case(case, interpreter, poisoned_empty):
-    check(by_launch, inputs(case, num_heads=1, contiguous=False, offsets_dtype=torch.int32), MASK_CASES[1])
-
-
-def test_interpreted_kernels_in_half_precision(interpreter, poisoned_empty):
-    # float16 only: the interpreter of Triton 3.6 to 3.9 multiplies bfloat16 tiles as integers.
-    x = attention_inputs((70, 3, 0), (40, 130, 5), num_heads=1, head_dim=24, dtype=torch.float16)
-    check(by_launch, x, rms=1e-3)
-    check(by_launch, x, MASK_CASES[2])
-
-
-def test_interpreted_kernels_on_a_searched_grid(interpreter, poisoned_empty, monkeypatch):
-    monkeypatch.setattr(launch, "_PADDED_GRID_FACTOR", 0)
-    x = attention_inputs((0, 70, 3, 0, 0, 33, 0), (5, 40, 0, 0, 7, 64, 0), num_heads=2, num_heads_kv=1)
-    check(by_launch, x)
-    check(by_launch, x, MASK_CASES[1])
-
-
-def test_interpreted_kernels_write_dq_beside_dk_and_dv(interpreter, poisoned_empty, monkeypatch):
-    monkeypatch.setattr(launch, "_MIN_PROGRAMS", 1)
-    from gem_kernels._src.jagged_attention import backward_dq
-
-    monkeypatch.setattr(backward_dq, "_jagged_attention_bwd_dq_kernel", None)  # the second kernel must not be needed
-    check(by_launch, attention_inputs((70, 3, 0, 33), (20, 0, 5, 32), num_heads=2, num_heads_kv=1))
+OP = JaggedAttention()
 
 
 def test_interpreted_backward_without_gradient_of_lse(interpreter, poisoned_empty):
     x = inputs(MIXED)
     zero = torch.zeros(x.q.shape[:2])
-    for with_none, with_zero in zip(by_launch(x, None, FULL), by_launch(x, zero, FULL), strict=True):
+    for with_none, with_zero in zip(OP.launch(x, FULL, None), OP.launch(x, FULL, zero), strict=True):
         assert torch.equal(with_none, with_zero)
 
 
 def test_very_negative_and_very_large_scores():
     x = inputs(MIXED)
-    x = x._replace(q=x.q * 200)
-    check(by_op, x)
+    OP.check(OP.by_op, x._replace(q=x.q * 200))
 
 
 # Padded keys of the dK/dV kernel may overflow; they reach only rows that are not stored.
@@ -181,56 +42,22 @@ def test_very_negative_and_very_large_scores():
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_very_large_scores_interpreted(interpreter, poisoned_empty):
     x = inputs(MIXED)
-    check(by_launch, x._replace(q=x.q * 200))
-
-
-def check_no_leak(compute, device):
-    """NaN in every row of sample 1 must leave all other rows bit-identical."""
-    case = LengthCase(id="leak", lengths_q=(5, 33, 9, 16), lengths_k=(7, 20, 40, 3))
-    x = inputs(case, num_heads=1, device=device)
-    changed = x._replace(q=x.q.clone(), k=x.k.clone(), v=x.v.clone(), do=x.do.clone())
-    rows_q, rows_k = (slice(*offsets[1:3].tolist()) for offsets in (x.offsets_q, x.offsets_k))
-    for t, rows in ((changed.q, rows_q), (changed.k, rows_k), (changed.v, rows_k), (changed.do, rows_q)):
-        t[rows] = float("nan")
-    before = compute(x, torch.ones(x.q.shape[:2], device=x.q.device), FULL)
-    after = compute(changed, torch.ones(changed.q.shape[:2], device=changed.q.device), FULL)
-    for i, (a, b) in enumerate(zip(before, after, strict=True)):
-        keep = torch.ones(a.shape[0], dtype=torch.bool, device=device)
-        keep[rows_q if i < 3 else rows_k] = False
-        assert torch.equal(a[keep], b[keep])
-        assert b[~keep].isnan().any()
-
-
-def test_no_sample_reaches_another_on_cpu():
-    check_no_leak(by_op, "cpu")
-
-
-def test_no_sample_reaches_another_interpreted(interpreter):
-    check_no_leak(by_launch, "cpu")
-
-
-@pytest.mark.gpu
-def test_no_sample_reaches_another_on_gpu():
-    check_no_leak(by_op, "cuda")
-
-
-def test_same_bits_on_every_run():
-    x = attention_inputs(random_lengths(50, 120, seed=3), random_lengths(50, 80, seed=4))
-    dlse = torch.ones(x.q.shape[:2])
-    for a, b in zip(by_op(x, dlse, MASK_CASES[2]), by_op(x, dlse, MASK_CASES[2]), strict=True):
-        assert torch.equal(a, b)
+    OP.check(OP.by_launch, x._replace(q=x.q * 200))
 
 
 @pytest.mark.parametrize("mask", [FULL, MASK_CASES[2]], ids=lambda m: m.id)
-def test_gradcheck(mask):
-    x = inputs(LengthCase(id="g", lengths_q=(0, 1, 4), lengths_k=(2, 3, 5)), dtype=torch.float64, head_dim=3)
-    q, k, v = (t.requires_grad_() for t in (x.q, x.k, x.v))
-    assert torch.autograd.gradcheck(lambda *qkv: jagged_attention(*qkv, **keywords(x, mask)), (q, k, v))
+def test_gradcheck_with_the_log_sum_exp(mask):
     # Only rows with a key: the log-sum-exp of the others is -inf, of which no difference can be taken.
     x = inputs(LengthCase(id="g", lengths_q=(1, 4), lengths_k=(3, 5)), dtype=torch.float64, head_dim=3)
     q, k, v = (t.requires_grad_() for t in (x.q, x.k, x.v))
-    options = keywords(x, mask) | {"return_lse": True}
+    options = OP.keywords(x, mask) | {"return_lse": True}
     assert torch.autograd.gradcheck(lambda *qkv: jagged_attention(*qkv, **options), (q, k, v))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_cpu_op_with_a_scale(dtype):
+    op = JaggedAttention(scale=0.7)
+    op.check(op.by_op, inputs(MIXED, dtype=dtype, num_heads=2), MASK_CASES[1])
 
 
 @pytest.mark.parametrize("lengths", [(), (0, 0), (1,), (3, 0, 65)])
@@ -245,57 +72,10 @@ def test_opcheck(lengths):
         torch.library.opcheck(jagged_attention_backward_op, (x.do, dlse, *saved, x.offsets_q, x.offsets_k, *scalars))
 
 
-def test_compiles_to_one_graph_for_changing_sizes():
-    torch._dynamo.reset()
-    graphs = 0
-
-    def backend(module, example_inputs):
-        nonlocal graphs
-        graphs += 1
-        return module.forward
-
-    def loss(x, q, k, v):
-        return (jagged_attention(q, k, v, **keywords(x, MASK_CASES[1])) * x.do).sum()
-
-    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
-    counting = torch.compile(loss, fullgraph=True, dynamic=True, backend=backend)
-    for seed in range(4):
-        x = attention_inputs(random_lengths(6 + seed, 30, seed=seed))
-        qkv = [t.clone().requires_grad_() for t in (x.q, x.k, x.v)]
-        expected = torch.autograd.grad(loss(x, *qkv), qkv)
-        for a, b in zip(torch.autograd.grad(compiled(x, *qkv), qkv), expected, strict=True):
-            assert torch.equal(a, b)
-        counting(x, *qkv)
-    assert graphs == 1
-
-
-def test_autocast_casts_the_inputs_only():
-    x = inputs(MIXED)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = jagged_attention(x.q, x.k, x.v, **keywords(x))
-        double = jagged_attention(*(t.double() for t in (x.q, x.k, x.v)), **keywords(x))
-    assert out.dtype == torch.bfloat16
-    assert double.dtype == torch.float64
-    half = x.to(torch.bfloat16)
-    assert torch.equal(out, jagged_attention(half.q, half.k, half.v, **keywords(x)))
-
-
-def test_activation_checkpoint_gives_the_same_gradients():
-    x = inputs(MIXED)
-    q, k, v = (t.requires_grad_() for t in (x.q, x.k, x.v))
-
-    def attend(q, k, v):
-        return jagged_attention(q, k, v, **keywords(x))
-
-    plain = torch.autograd.grad(attend(q, k, v), (q, k, v), x.do)
-    recomputed = torch.autograd.grad(checkpoint(attend, q, k, v, use_reentrant=False), (q, k, v), x.do)
-    assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
-
-
 def test_gradient_of_lse_alone_and_of_expanded_output():
     x = inputs(MIXED)
     q, k, v = (t.requires_grad_() for t in (x.q, x.k, x.v))
-    out, lse = jagged_attention(q, k, v, return_lse=True, **keywords(x))
+    out, lse = jagged_attention(q, k, v, return_lse=True, **OP.keywords(x))
     (dq,) = torch.autograd.grad(lse[torch.isfinite(lse)].sum(), q, retain_graph=True)
     finite = torch.isfinite(lse).to(lse.dtype)
     options = {"offsets_q": x.offsets_q, "offsets_k": x.offsets_k}
@@ -306,66 +86,18 @@ def test_gradient_of_lse_alone_and_of_expanded_output():
     assert torch.allclose(dv, ones, atol=1e-6)
 
 
-@pytest.mark.parametrize("mask", MASK_CASES, ids=lambda m: m.id)
-def test_flop_formula_is_the_true_count(mask):
-    x = inputs(MIXED, num_heads=4, num_heads_kv=2, head_dim=8, head_dim_v=12)
-    pairs = 0
-    for len_q, len_k in zip(MIXED.lengths_q, MIXED.lengths_k, strict=True):
-        for i in range(len_q):
-            for j in range(len_k):
-                left, right = mask.window_size
-                right = 0 if mask.causal else right
-                pairs += (left < 0 or j >= i - left) and (right < 0 or j <= i + right)
-    q, k, v = (t.requires_grad_() for t in (x.q, x.k, x.v))
-    with FlopCounterMode(display=False) as counter:
-        jagged_attention(q, k, v, **keywords(x, mask)).sum().backward()
-    counts = {str(op).split(".")[-1].rstrip(")>'"): n for op, n in counter.get_flop_counts()["Global"].items()}
-    assert counts == {
-        "jagged_attention": 2 * 4 * pairs * (8 + 12),
-        "jagged_attention_backward": 2 * 4 * pairs * (3 * 8 + 2 * 12),
-    }
-
-
-def test_flop_formula_of_fake_tensors_uses_average_lengths():
-    with torch._subclasses.FakeTensorMode(), FlopCounterMode(display=False) as counter:
-        q = torch.empty(40, 2, 8)
-        offsets = torch.empty(5, dtype=torch.int64)
-        jagged_attention(q, q, q, offsets_q=offsets, offsets_k=offsets, max_seqlen_q=10, max_seqlen_k=10)
-    assert counter.get_total_flops() == 4 * 2 * 8 * (4 * 10 * 10)
-
-
 BASE = attention_inputs((3, 2), (4, 1), num_heads=4, num_heads_kv=2)
 BAD = [
-    ("rank", {"q": BASE.q[:, 0]}, ValueError, ["q", "(T, H, D)", "(5, 16)"]),
-    ("dtype", {"k": BASE.k.double()}, TypeError, ["k", "float32", "float64"]),
-    ("integer", {"q": BASE.q.long()}, TypeError, ["q", "floating point", "int64"]),
-    ("rows", {"v": BASE.v[:3]}, ValueError, ["v", "5", "3"]),
-    ("head-dim", {"k": BASE.k[..., :8]}, ValueError, ["k", "16", "8"]),
-    ("group", {"q": BASE.q[:, :3]}, ValueError, ["divide", "2", "3"]),
-    ("heads", {"v": BASE.v[:, :1]}, ValueError, ["v", "heads", "2", "1"]),
-    ("offsets-rank", {"offsets_q": BASE.offsets_q[None]}, ValueError, ["offsets_q", "(B + 1,)"]),
-    ("offsets-dtype", {"offsets_k": BASE.offsets_k.float()}, TypeError, ["offsets_k", "int64", "float32"]),
-    ("offsets-count", {"offsets_k": make_offsets([5])}, ValueError, ["offsets_k", "(3,)", "(2,)"]),
-    ("offsets-start", {"offsets_q": torch.tensor([1, 3, 5])}, ValueError, ["offsets_q", "start at 0", "1"]),
-    ("offsets-end", {"offsets_k": torch.tensor([0, 4, 6])}, ValueError, ["offsets_k", "5", "6"]),
-    ("offsets-order", {"offsets_q": torch.tensor([0, 6, 5])}, ValueError, ["offsets_q", "not decrease", "6", "5"]),
-    ("max-seqlen", {"max_seqlen_k": 3}, ValueError, ["max_seqlen_k", "4 tokens (sequence 0)", "got 3"]),
-    ("max-seqlen-total", {"max_seqlen_k": 1}, ValueError, ["max_seqlen_k", "offsets_k", "5 rows", "2 sequences"]),
-    ("max-seqlen-tensor", {"max_seqlen_q": torch.tensor(3)}, TypeError, ["max_seqlen_q", "Python int", "Tensor"]),
-    ("max-seqlen-negative", {"max_seqlen_q": -1}, ValueError, ["max_seqlen_q", ">= 0", "-1"]),
-    ("window", {"window_size": (-2, 0)}, ValueError, ["window_size", "-1", "(-2, 0)"]),
-    ("window-type", {"window_size": 5}, TypeError, ["window_size", "(left, right)", "5"]),
-    ("scale-tensor", {"scale": torch.tensor(0.5)}, TypeError, ["scale", "Python float", "Tensor"]),
-    ("scale-zero", {"scale": 0.0}, ValueError, ["scale", "> 0", "0.0"]),
-    ("scale-nan", {"scale": float("nan")}, ValueError, ["scale", "finite", "nan"]),
+    ("tensor", torch.tensor(0.5), TypeError, ["scale", "Python float", "Tensor"]),
+    ("zero", 0.0, ValueError, ["scale", "> 0", "0.0"]),
+    ("nan", float("nan"), ValueError, ["scale", "finite", "nan"]),
 ]
 
 
-@pytest.mark.parametrize(("changes", "error", "words"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
-def test_bad_input_is_named(changes, error, words):
-    arguments = {"q": BASE.q, "k": BASE.k, "v": BASE.v, **keywords(BASE)} | changes
+@pytest.mark.parametrize(("scale", "error", "words"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+def test_bad_scale_is_named(scale, error, words):
     with pytest.raises(error, match=r"^jagged_attention: ") as raised:
-        jagged_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+        jagged_attention(BASE.q, BASE.k, BASE.v, **(OP.keywords(BASE) | {"scale": scale}))
     assert all(word in str(raised.value) for word in words), str(raised.value)
     assert "; " in str(raised.value).partition("got ")[2], f"no remedy: {raised.value}"
 
@@ -383,21 +115,6 @@ def test_grid_holds_every_tile_and_refuses_what_cuda_cannot_launch():
         launch.make_grid("op", offsets, 195, 2**40, 64, 2, padded=True)
 
 
-def test_select_is_pure_and_fits_every_gpu():
-    for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)):
-        for dtype in (torch.float16, torch.bfloat16, torch.float32):
-            for dim in (8, 16, 32, 64, 96, 128, 192, 256):
-                for kernel in ("forward", "dq", "dkdv"):
-                    config = configs.select(kernel, dim, dtype, capability)
-                    assert config == configs.select(kernel, dim, dtype, capability)
-                    # One stage of both streamed tiles and the resident one is a lower bound of what is needed.
-                    width = 1 << (dim - 1).bit_length()
-                    tiles = (config.block_m + 2 * config.block_n) * width * dtype.itemsize
-                    assert tiles <= shared_memory_bytes(capability)
-    with pytest.raises(ValueError, match="head_dim"):
-        configs.select("forward", 300, torch.bfloat16, (9, 0))
-
-
 def test_tiles_shrink_to_few_sizes():
     config = TileConfig(block_m=128, block_n=128, num_warps=8, num_stages=2)
     sizes = {fit_lengths(config, m, n) for m in range(1, 3000, 7) for n in range(1, 3000, 7)}
@@ -412,43 +129,7 @@ def test_tiles_shrink_to_few_sizes():
         dataclasses.replace(config, num_stages=0)
 
 
-# On a GPU: the same cases through the public function.
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("mask", MASK_CASES, ids=lambda m: m.id)
-@pytest.mark.parametrize("case", LENGTH_CASES, ids=lambda c: c.id)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_gpu_matches_oracle(case, mask, dtype, poisoned_empty):
-    x = inputs(case, num_heads=4, num_heads_kv=2, head_dim=64, dtype=dtype, device="cuda", contiguous=False)
-    check(by_op, x, mask)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dims", [(16, 16), (32, 32), (40, 64), (96, 96), (128, 128), (128, 64), (256, 256)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_gpu_head_dims(dims, dtype, poisoned_empty):
-    lengths_q, lengths_k = random_lengths(9, 400, seed=1), random_lengths(9, 300, seed=2)
-    x = attention_inputs(lengths_q, lengths_k, head_dim=dims[0], head_dim_v=dims[1], dtype=dtype, device="cuda")
-    for mask in (FULL, MASK_CASES[1], MaskCase(id="w", window_size=(100, 30))):
-        check(by_op, x, mask, rms=5e-3 if dtype == torch.bfloat16 else None)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("max_k", [8, 32, 100, 128])
-def test_gpu_short_keys_write_dq_in_one_kernel(max_k, poisoned_empty):
-    lengths_q, lengths_k = random_lengths(80, 300, seed=1), random_lengths(80, max_k, sparsity=0.4, seed=2)
-    lengths_k[5] = 0
-    x = attention_inputs(lengths_q, lengths_k, num_heads=4, head_dim=128, dtype=torch.bfloat16, device="cuda")
-    check(by_op, x)
-
-
-@pytest.mark.gpu
-def test_gpu_same_bits_on_every_run():
-    x = attention_inputs(random_lengths(50, 700, seed=3), head_dim=64, dtype=torch.bfloat16, device="cuda")
-    dlse = torch.ones(x.q.shape[:2], device="cuda")
-    for a, b in zip(by_op(x, dlse, FULL), by_op(x, dlse, FULL), strict=True):
-        assert torch.equal(a, b)
+# On a GPU.
 
 
 @pytest.mark.gpu
@@ -457,63 +138,6 @@ def test_gpu_80000_sequences(outlier):
     lengths = random_lengths(80_000, 8, sparsity=0.5, seed=0) - 1
     lengths[40_000] = max(outlier, int(lengths[40_000]))
     x = attention_inputs(lengths, num_heads=2, head_dim=16, device="cuda")
-    dlse = torch.ones(x.q.shape[:2], device="cuda")
-    results = by_op(x, dlse, FULL)
     cpu = x.to("cpu", torch.float64)
-    for name, a, o in zip(("out", "lse", "dq", "dk", "dv"), results, by_op(cpu, dlse.cpu(), FULL), strict=True):
+    for name, a, o in zip(OP.names, OP.by_op(x, FULL), OP.by_op(cpu, FULL), strict=True):
         assert_matches_oracle(name, a, o, o.float(), floor=1e-4)
-
-
-@pytest.mark.gpu
-@pytest.mark.memory
-def test_gpu_beyond_2_31_elements():
-    rows, width = 2200, 1 << 20
-    gc.collect()
-    torch.cuda.empty_cache()
-    if torch.cuda.mem_get_info()[0] < 3 * rows * width * 2:
-        pytest.skip("needs 14 GB of free GPU memory")
-    buffer = torch.empty(rows, width, dtype=torch.bfloat16, device="cuda")
-    small = attention_inputs((1000, 1200), head_dim=64, dtype=torch.bfloat16, device="cuda")
-    views = []
-    for i, t in enumerate((small.q, small.k, small.v, small.do)):
-        view = buffer[:, i * 4096 : i * 4096 + 128].view(rows, 2, 64)
-        views.append(view.copy_(t))
-    assert views[0].stride(0) * rows > 2**31
-    dlse = torch.ones(rows, 2, device="cuda")
-    big = small._replace(q=views[0], k=views[1], v=views[2], do=views[3])
-    for a, b in zip(by_launch(big, dlse, FULL), by_launch(small, dlse, FULL), strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.gpu
-def test_gpu_validate_reads_the_offsets():
-    x = attention_inputs((3, 2), device="cuda")
-    options = keywords(x) | {"offsets_q": torch.tensor([0, 4, 5], device="cuda")}
-    with pytest.raises(ValueError, match="max_seqlen_q"):
-        jagged_attention(x.q, x.k, x.v, **options, validate=True)
-
-
-@pytest.mark.gpu
-def test_gpu_does_not_wait_for_the_device():
-    x = attention_inputs((30, 20), device="cuda")
-    q, k, v = (t.requires_grad_() for t in (x.q, x.k, x.v))
-    jagged_attention(q, k, v, **keywords(x)).backward(x.do)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        jagged_attention(q, k, v, **keywords(x)).backward(x.do)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-def test_gpu_random_lengths_compile_few_kernels(count_variants):
-    from gem_kernels._src.jagged_attention import backward, backward_dkdv, backward_dq, forward
-
-    modules = (forward, backward, backward_dkdv, backward_dq)
-    before = count_variants(*modules)
-    for seed in range(100):
-        lengths_q, lengths_k = random_lengths(20, 50 + 9 * seed, seed=seed), random_lengths(20, 900 - 8 * seed, seed=1)
-        x = attention_inputs(lengths_q, lengths_k, num_heads=2, head_dim=40, dtype=torch.bfloat16, device="cuda")
-        by_op(x, torch.ones(x.q.shape[:2], device="cuda"), FULL)
-    # forward, delta, dK/dV and dQ, each for a few tile sizes and both grids
-    assert 4 <= count_variants(*modules) - before <= 30

@@ -5,11 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gem_kernels._src.attention.configs import MAX_HEAD_DIM, MAX_HEAD_DIM_DQDKDV, Kernel, TileConfig
+from gem_kernels._src.attention.configs import (
+    MAX_HEAD_DIM,
+    MAX_HEAD_DIM_DQDKDV,
+    Kernel,
+    TileConfig,
+    power_of_two,
+    precision_of,
+)
 
 _MAX_GRID = 2**31 - 1
 _MAX_WINDOW = 2**30
@@ -87,6 +95,35 @@ def one_key_tile(
     if left >= 0 or right >= 0 or dim > MAX_HEAD_DIM_DQDKDV or num_sequences * v.shape[1] < _MIN_PROGRAMS:
         return False
     return 0 < max_seqlen_k <= select("dqdkdv", dim, q.dtype, capability_of(q)).block_n
+
+
+def call_flags(q: Tensor, k: Tensor, v: Tensor, left: int, right: int) -> dict[str, Any]:
+    """Compile-time arguments that all kernels of one call take: heads, head dims, window sides, precision."""
+    return {
+        "GROUP": q.shape[1] // k.shape[1],
+        "D": q.shape[2],
+        "D_V": v.shape[2],
+        "BLOCK_D": power_of_two(q.shape[2]),
+        "BLOCK_DV": power_of_two(v.shape[2]),
+        "HAS_LEFT": left >= 0,
+        "HAS_RIGHT": right >= 0,
+        "PRECISION": precision_of(q.dtype),
+    }
+
+
+def row_strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Strides of rows and of heads of each (T, H, D) tensor, in the order of the kernels' arguments."""
+    return tuple(stride for x in tensors for stride in x.stride()[:2])
+
+
+def cut_batch(num_sequences: int, programs: int, programs_per_part: int) -> tuple[int, int]:
+    """(parts, sequences of a part) of a batch whose parts are summed one by one, by about ``programs`` in all.
+
+    A function of sizes only: the same sum on every run and every rank.
+    """
+    num_parts = min(num_sequences, -(-programs // programs_per_part))
+    sequences_per_part = -(-num_sequences // num_parts)
+    return -(-num_sequences // sequences_per_part), sequences_per_part
 
 
 def unit_stride(x: Tensor) -> Tensor:

@@ -13,13 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gem_kernels._src.attention.configs import power_of_two, precision_of
 from gem_kernels._src.attention.launch import (
+    call_flags,
     capability_of,
     clamp_window,
     device_guard,
     make_grid,
     one_key_tile,
+    row_strides,
     unit_stride,
 )
 from gem_kernels._src.attention.pairing import pair_sequences
@@ -340,7 +341,7 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients dq, dk and dv in the shapes of q, k and v, contiguous."""
     do, q, k, v = (unit_stride(x) for x in (do, q, k, v))
-    num_heads, num_heads_kv, dim, dim_v = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
+    num_heads_kv = k.shape[1]
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     if do.shape[0] == 0 or k.shape[0] == 0:
         return torch.zeros_like(q, memory_format=torch.contiguous_format), dk.zero_(), dv.zero_()
@@ -352,18 +353,7 @@ def launch_backward(
         )
     num_targets = None if num_targets is None else num_targets.contiguous()
     act = activation_pair(activation, hardware=q.is_cuda)
-    shared = {
-        "DERIVATIVE": act.derivative,
-        "GROUP": num_heads // num_heads_kv,
-        "D": dim,
-        "D_V": dim_v,
-        "BLOCK_D": power_of_two(dim),
-        "BLOCK_DV": power_of_two(dim_v),
-        "HAS_LEFT": left >= 0,
-        "HAS_RIGHT": right >= 0,
-        "PRECISION": precision_of(q.dtype),
-    }
-    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *do.stride()[:2])
+    shared = {"DERIVATIVE": act.derivative, **call_flags(q, k, v, left, right)}
     with device_guard(q):
         write_dq = (
             num_targets is None
@@ -373,7 +363,7 @@ def launch_backward(
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if write_dq else None
         config = select_fitting(
             "dqdkdv" if write_dq else "dkdv",
-            (dim, dim_v),
+            (q.shape[2], v.shape[2]),
             q.dtype,
             capability_of(q),
             pairing.max_seqlen_q,
@@ -397,7 +387,7 @@ def launch_backward(
             grid.tile_offsets,
             num_targets,
             pairing.request_starts(),
-            *strides,
+            *row_strides(q, k, v, do),
             pairing.num_keys,
             num_heads_kv,
             grid.num_tiles,

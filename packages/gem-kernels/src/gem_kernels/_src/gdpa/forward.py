@@ -11,13 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gem_kernels._src.attention.configs import power_of_two, precision_of
 from gem_kernels._src.attention.launch import (
+    call_flags,
     capability_of,
     check_head_dims,
     clamp_window,
     device_guard,
     make_grid,
+    row_strides,
     unit_stride,
 )
 from gem_kernels._src.attention.pairing import Pairing, num_output_rows, pair_sequences
@@ -216,10 +217,10 @@ def _launch_tiles(
     num_targets: Tensor | None,
 ) -> None:
     """Write ``out`` with this module's kernel, which serves every argument on every GPU."""
-    num_heads, dim, dim_v = q.shape[1], q.shape[2], v.shape[2]
+    num_heads = q.shape[1]
     config = select_fitting(
         "forward",
-        (dim, dim_v),
+        (q.shape[2], v.shape[2]),
         q.dtype,
         capability_of(q),
         pairing.max_seqlen_q,
@@ -238,10 +239,7 @@ def _launch_tiles(
             grid.tile_offsets,
             None if num_targets is None else num_targets.contiguous(),
             pairing.request_index,
-            *q.stride()[:2],
-            *k.stride()[:2],
-            *v.stride()[:2],
-            *out.stride()[:2],
+            *row_strides(q, k, v, out),
             pairing.num_queries,
             num_heads,
             grid.num_tiles,
@@ -251,18 +249,11 @@ def _launch_tiles(
             pre_scale,
             post_scale,
             ACTIVATION=activation_pair(activation, hardware=q.is_cuda).value,
-            GROUP=num_heads // k.shape[1],
-            D=dim,
-            D_V=dim_v,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
-            BLOCK_D=power_of_two(dim),
-            BLOCK_DV=power_of_two(dim_v),
-            HAS_LEFT=left >= 0,
-            HAS_RIGHT=right >= 0,
             SEARCH=grid.search,
             BROADCAST_Q=pairing.broadcast_q,
-            PRECISION=precision_of(q.dtype),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            **call_flags(q, k, v, left, right),
         )

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gem_kernels._src.attention.configs import power_of_two, precision_of
-from gem_kernels._src.attention.launch import clamp_window, device_guard, unit_stride
+from gem_kernels._src.attention.configs import power_of_two
+from gem_kernels._src.attention.launch import call_flags, clamp_window, device_guard, unit_stride
 from gem_kernels._src.jagged_attention.backward_dkdv import launch_dkdv
 from gem_kernels._src.jagged_attention.backward_dq import launch_dq_of_rows, launch_dq_of_seeds
 from gem_kernels._src.jagged_attention.bias import Bias, pair_with_bias
@@ -99,18 +99,7 @@ def launch_backward(
     left, right = clamp_window(left, right)
     bias = (bias or Bias()).tables(torch.float32)
     pairing = pair_with_bias(q, offsets_q, offsets_k, request_index, max_seqlen_q, left, right, bias)
-    dim, dim_v = q.shape[2], v.shape[2]
-    shared = {
-        "GROUP": q.shape[1] // k.shape[1],
-        "D": dim,
-        "D_V": dim_v,
-        "BLOCK_D": power_of_two(dim),
-        "BLOCK_DV": power_of_two(dim_v),
-        "HAS_LEFT": left >= 0,
-        "HAS_RIGHT": right >= 0,
-        "PRECISION": precision_of(q.dtype),
-        **bias.flags(),
-    }
+    shared = call_flags(q, k, v, left, right) | bias.flags()
     with device_guard(q):
         args = (do, q, k, v, lse, launch_delta(out, do, dlse), pairing, max_seqlen_k, scale, left, right, bias, shared)
         dq_beside, dk, dv = launch_dkdv(*args)

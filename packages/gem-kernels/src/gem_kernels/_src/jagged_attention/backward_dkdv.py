@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gem_kernels._src.attention.configs import fit_lengths
-from gem_kernels._src.attention.launch import capability_of, make_grid, one_key_tile
+from gem_kernels._src.attention.launch import capability_of, make_grid, one_key_tile, row_strides
 from gem_kernels._src.attention.pairing import Pairing
 from gem_kernels._src.jagged_attention.bias import Bias
 from gem_kernels._src.jagged_attention.bias_tiles import add_bias, load_times
@@ -348,10 +348,7 @@ def launch_dkdv(
         grid.tile_offsets,
         pairing.request_starts(),
         *bias[:4],
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        *do.stride()[:2],
+        *row_strides(q, k, v, do),
         pairing.num_keys,
         num_heads_kv,
         grid.num_tiles,

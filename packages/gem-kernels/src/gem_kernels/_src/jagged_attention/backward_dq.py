@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gem_kernels._src.attention.configs import fit_lengths
-from gem_kernels._src.attention.launch import capability_of, make_grid
+from gem_kernels._src.attention.launch import capability_of, cut_batch, make_grid, row_strides
 from gem_kernels._src.attention.pairing import Pairing
 from gem_kernels._src.jagged_attention.backward_dkdv import load_log2_lse
 from gem_kernels._src.jagged_attention.bias import Bias
@@ -352,10 +352,7 @@ def launch_dq_of_rows(
         grid.tile_offsets,
         pairing.request_index,
         *bias[:4],
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        *do.stride()[:2],
+        *row_strides(q, k, v, do),
         pairing.num_queries,
         q.shape[1],
         grid.num_tiles,
@@ -396,10 +393,7 @@ def launch_dq_of_seeds(
     config = fit_lengths(config, pairing.max_seqlen_q, max_seqlen_k)
     num_seeds, num_heads, dim = q.shape
     num_tiles = -(-num_seeds // config.block_m)
-    # A function of shapes only: the same sum on every run and every rank.
-    num_parts = min(pairing.num_queries, -(-_SEED_PROGRAMS // (num_tiles * num_heads)))
-    sequences_per_part = -(-pairing.num_queries // num_parts)
-    num_parts = -(-pairing.num_queries // sequences_per_part)
+    num_parts, sequences_per_part = cut_batch(pairing.num_queries, _SEED_PROGRAMS, num_tiles * num_heads)
     partial = torch.empty(num_parts, num_seeds, num_heads, dim, dtype=torch.float32, device=q.device)
     _jagged_attention_bwd_dq_seeds_kernel[(num_tiles * num_heads * num_parts,)](
         q,
@@ -412,10 +406,7 @@ def launch_dq_of_seeds(
         pairing.offsets_k,
         pairing.request_index,
         *bias[:4],
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        *do.stride()[:2],
+        *row_strides(q, k, v, do),
         pairing.num_queries,
         num_heads,
         num_tiles,

@@ -13,13 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gem_kernels._src.attention.configs import fit_lengths, power_of_two, precision_of
+from gem_kernels._src.attention.configs import fit_lengths
 from gem_kernels._src.attention.launch import (
+    call_flags,
     capability_of,
     check_head_dims,
     clamp_window,
     device_guard,
     make_grid,
+    row_strides,
     unit_stride,
 )
 from gem_kernels._src.attention.pairing import num_output_rows
@@ -254,14 +256,7 @@ def launch_forward(
             bias.time,
             bias.times_q,
             bias.times_k,
-            q.stride(0),
-            q.stride(1),
-            k.stride(0),
-            k.stride(1),
-            v.stride(0),
-            v.stride(1),
-            out.stride(0),
-            out.stride(1),
+            *row_strides(q, k, v, out),
             pairing.num_queries,
             num_heads,
             grid.num_tiles,
@@ -271,20 +266,13 @@ def launch_forward(
             scale * math.log2(math.e),
             bias.radius,
             bias.num_buckets,
-            GROUP=num_heads // k.shape[1],
-            D=dim,
-            D_V=dim_v,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
-            BLOCK_D=power_of_two(dim),
-            BLOCK_DV=power_of_two(dim_v),
-            HAS_LEFT=left >= 0,
-            HAS_RIGHT=right >= 0,
-            **bias.flags(),
             SEARCH=grid.search,
             BROADCAST_Q=pairing.broadcast_q,
-            PRECISION=precision_of(q.dtype),
             num_warps=config.num_warps,
             num_stages=config.num_stages,
+            **call_flags(q, k, v, left, right),
+            **bias.flags(),
         )
     return out, lse

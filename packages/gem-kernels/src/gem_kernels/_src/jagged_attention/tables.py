@@ -22,8 +22,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gem_kernels._src.attention.configs import TileConfig, power_of_two, precision_of
-from gem_kernels._src.attention.launch import capability_of, clamp_window, device_guard, unit_stride
+from gem_kernels._src.attention.configs import TileConfig, power_of_two
+from gem_kernels._src.attention.launch import (
+    call_flags,
+    capability_of,
+    clamp_window,
+    device_guard,
+    row_strides,
+    unit_stride,
+)
 from gem_kernels._src.jagged_attention.backward import launch_delta
 from gem_kernels._src.jagged_attention.backward_dkdv import load_log2_lse
 from gem_kernels._src.jagged_attention.bias import Bias, pair_with_bias
@@ -363,7 +370,7 @@ def launch_table_gradients(
     do, q, k, v = (unit_stride(x) for x in (do, q, k, v))
     out, lse = out.contiguous(), lse.contiguous()
     bias = bias.tables(torch.float32)
-    (_, num_heads, dim), (total_k, num_heads_kv, dim_v) = q.shape, v.shape
+    num_heads, dim, total_k, dim_v = q.shape[1], q.shape[2], v.shape[0], v.shape[2]
     total_q = out.shape[0]
     dposition = None if bias.position is None else torch.zeros_like(bias.position)
     dtime = None if bias.time is None else torch.zeros_like(bias.time)
@@ -380,20 +387,13 @@ def launch_table_gradients(
     bound = total_q // rows + num_sequences
     tile_sequences = torch.searchsorted(tile_offsets[1:].contiguous(), torch.arange(bound, device=q.device), right=True)
     inputs = (pairing.offsets_q, pairing.offsets_k, tile_offsets, tile_sequences, pairing.request_index, *bias[:4])
-    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *do.stride()[:2])
+    strides = row_strides(q, k, v, do)
     shared = {
-        "GROUP": num_heads // num_heads_kv,
-        "D": dim,
-        "D_V": dim_v,
         "BLOCK_M": rows,
-        "BLOCK_D": power_of_two(dim),
-        "BLOCK_DV": power_of_two(dim_v),
         "BROADCAST_Q": pairing.broadcast_q,
-        "HAS_LEFT": left >= 0,
-        "HAS_RIGHT": right >= 0,
-        "PRECISION": precision_of(q.dtype),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
+        **call_flags(q, k, v, left, right),
         **bias.flags(),
     }
     # Distances that can occur, and of them those with an entry of their own.
