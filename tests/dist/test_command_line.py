@@ -72,3 +72,18 @@ def test_a_run_goes_on_at_another_number_of_processes(gem, one_process: Path, tm
         shutil.copytree(tmp_path / "two", run)
         gem(*COMMON, "--steps", "12", "--nproc", str(world_size), "--out", run.name, "--resume", cwd=tmp_path)
         check_equal(run, reference_run(gem, one_process))
+
+
+def test_parameters_in_mxfp8_on_the_wire_at_any_number_of_processes(gem, tmp_path: Path) -> None:
+    """Two processes begin and one goes on, as one from the start: what compute reads does not depend on the ranks."""
+    wired = (*COMMON, "--set", "parallel.dense_wire=mxfp8")
+    said = gem(*wired, "--steps", "8", "--out", "one", cwd=tmp_path)
+    assert "dense parameters on the wire: mxfp8 in blocks of 1x32: " in said
+    gem(*wired, "--steps", "4", "--nproc", "2", "--out", "two", cwd=tmp_path)
+    gem(*wired, "--steps", "8", "--out", "two", "--resume", cwd=tmp_path)
+    ours, theirs = losses(tmp_path / "two"), losses(tmp_path / "one")
+    assert list(ours) == list(theirs) == [2, 4, 6, 8]
+    assert ours == pytest.approx(theirs, rel=RTOL)
+    for split, expected in scores(tmp_path / "one").items():
+        assert scores(tmp_path / "two")[split]["ne"] == pytest.approx(expected["ne"], rel=RTOL)
+    assert "dense parameters on the wire" in (tmp_path / "two" / "report.html").read_text()

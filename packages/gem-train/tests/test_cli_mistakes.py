@@ -112,6 +112,7 @@ WRONG = [
     ),
     Wrong("degree twice", ("--ep", "2", "--set", "parallel.ep=2"), "--ep 2 and --set parallel.ep=2 are the same"),
     Wrong("wire", ("--set", "parallel.wire_dtype=int8"), "must be one of float32, float16, bfloat16, float8_e4m3fn"),
+    Wrong("dense wire", ("--set", "parallel.dense_wire=mxfp4"), "must be one of param_dtype, mxfp8, got 'mxfp4'"),
     Wrong(
         "at rest",
         ("--set", "parallel.table_gather=rows", "--set", "parallel.sharded_at_rest=false"),

@@ -133,6 +133,23 @@ def test_explain_as_json(capsys):
     assert record["workload"]["samples_per_rank"] == 32
 
 
+def test_parameters_in_mxfp8_on_the_wire(capsys):
+    """A row of K elements of 4 bytes becomes K bytes and a byte per 32, 0.258 of it; vectors stay."""
+    sent = {}
+    for gather in ("float32", "mxfp8"):
+        code, out, _ = run(capsys, "explain", "synthetic", "--ranks", "2", "--gather", gather, "--json")
+        assert code == 0
+        record = json.loads(out)
+        sent[gather] = sum(each["bytes"] for each in record["collectives"] if each["name"].endswith(" parameters"))
+    assert record["workload"]["param_wire"] == "mxfp8"
+    assert record["workload"]["gather_bytes"] == 4
+    assert record["step"]["losses"]["casts of parameters on the wire"] > 0
+    assert 0.2578 < sent["mxfp8"] / sent["float32"] < 0.28
+    code, out, _ = run(capsys, "explain", "synthetic", "--ranks", "8", "--set", "parallel.dense_wire=mxfp8")
+    assert code == 0
+    assert "parameters, mxfp8 " in out
+
+
 def test_tables_in_host_memory(capsys):
     code, out, _ = run(capsys, "explain", "synthetic", "--ranks", "8", "--location", "uvm_caching")
     assert code == 0

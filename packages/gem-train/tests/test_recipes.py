@@ -10,6 +10,7 @@ from typing import Literal
 import pytest
 import torch
 
+from gem_precision import MXFP8Wire
 from gem_train.data import EventLog, generate
 from gem_train.errors import ConfigError
 from gem_train.overrides import apply_overrides, field_values, parse_assignments
@@ -325,6 +326,30 @@ def test_options_of_the_tables_are_those_of_the_run(log: EventLog) -> None:
     assert ParallelConfig().table_options() == {
         "wire_dtype": torch.float32, "gather": "tables", "keep_gathered": False
     }  # fmt: skip
+
+
+def test_dense_parameters_travel_as_the_precision_quantises(log: EventLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RunConfig.resolve(get("synthetic"), log, {"parallel.dense_wire": "mxfp8"})
+    assert ParallelConfig().param_wire("mxfp8") is None
+    assert config.parallel.without_degrees().dense_wire == "mxfp8"
+    blocks = {"fp32": (1, 32), "bf16": (1, 32), "bf16_activations": (1, 32), "mxfp8": (32, 32)}
+    for precision, shape in blocks.items():
+        assert config.parallel.param_wire(precision) == MXFP8Wire(block_shape=shape)
+    wire = MXFP8Wire()
+    layer = torch.nn.Linear(64, 32)
+    assert parallel.describe_wire(layer, wire) == "mxfp8 in blocks of 1x32: 1 of 2 parameters, 98.5% of elements"
+    narrow = torch.nn.Module()
+    narrow.head, narrow.shard_units, narrow.expert_layers = torch.nn.Linear(64, 31), (), ()
+    mesh = SimpleNamespace(dims=SimpleNamespace(ep=1))
+    with pytest.raises(
+        ConfigError, match=r"--set parallel\.dense_wire=mxfp8: the model must have a matrix of 32 or more"
+    ):
+        parallel.spread(narrow, config.parallel, mesh, wire=wire)
+    monkeypatch.setattr(parallel.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(
+        ConfigError, match=r"`dense_wire` must be param_dtype where gem-precision is not installed, got"
+    ):
+        ParallelConfig(dense_wire="mxfp8")
 
 
 def test_data_config_is_checked() -> None:

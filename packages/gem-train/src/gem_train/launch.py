@@ -29,6 +29,8 @@ __all__ = [
     "exit_worker",
     "is_worker",
     "join",
+    "join_alone",
+    "joined",
     "leave",
     "report_worker_error",
     "run_workers",
@@ -39,6 +41,8 @@ __all__ = [
 _RENDEZVOUS = "GEM_RENDEZVOUS_FILE"
 _ERROR_FILE = "GEM_ERROR_FILE"
 _PARENT = "GEM_LAUNCHER_PID"
+_joined: list[str] = []
+"""Backends of the groups that this process was in."""
 _GRACE_SECONDS = 3.0
 _POLL_SECONDS = 0.05
 
@@ -106,12 +110,40 @@ def join(device_name: str) -> World:
     device = select_device(device_name, int(os.environ.get("LOCAL_RANK", rank)))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    backend = _backend(device)
     options: dict[str, Any] = {}
     if _RENDEZVOUS in os.environ:
         options = {"init_method": f"file://{os.environ[_RENDEZVOUS]}", "rank": rank, "world_size": size}
     dist.init_process_group(backend, **options)
+    _joined.append(backend)
     return World.from_process_group(device)
+
+
+def join_alone(device: torch.device) -> None:
+    """Makes a process group of this process alone, which sharded parameters ask for; nothing travels.
+
+    Args:
+        device: Where the parameters are.
+    """
+    if dist.is_initialized():
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+    store = dist.HashStore()  # type: ignore[attr-defined]  # of torch.distributed, missing in its stubs
+    dist.init_process_group(_backend(device), store=store, rank=0, world_size=1)
+    _joined.append(_backend(device))
+
+
+def joined() -> bool:
+    """Whether this process is or was in a process group, and has to end by `exit_worker`."""
+    return bool(_joined)
+
+
+def _backend(device: torch.device) -> str:
+    return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+
+
+def _loopback() -> Literal["lo", "lo0"]:
+    return "lo0" if sys.platform == "darwin" else "lo"
 
 
 def leave() -> None:
@@ -205,7 +237,7 @@ def threads_per_process(num_processes: int) -> int:
 
 
 def _start(command: Sequence[str], rank: int, size: int, directory: Path) -> subprocess.Popen[bytes]:
-    loopback: Literal["lo", "lo0"] = "lo0" if sys.platform == "darwin" else "lo"
+    loopback = _loopback()
     environment = {
         "OMP_NUM_THREADS": str(threads_per_process(size)),
         "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads would take the cores from the other processes

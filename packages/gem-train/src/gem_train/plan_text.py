@@ -134,6 +134,7 @@ def _memory(report: PlanReport) -> str:
 def _traffic(report: PlanReport) -> str:
     if not report.collectives:
         return "nothing: one rank"
+    wire = report.workload.param_wire
     groups: dict[tuple[str, ...], list[Collective]] = {}
     for each in report.collectives:
         what = (
@@ -141,6 +142,8 @@ def _traffic(report: PlanReport) -> str:
             if each.kind == "all_to_all" or each.name in ("table slices", "replicated tables")
             else each.name.split(" ", 1)[1]
         )
+        if wire is not None and what == "parameters":
+            what = f"parameters, {wire.name}"
         groups.setdefault((what, each.when, each.kind, each.axis, str(each.degree)), []).append(each)
     rows = []
     for key, members in groups.items():

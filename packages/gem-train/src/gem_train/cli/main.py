@@ -12,7 +12,7 @@ from gem_train.cli.output import complain
 from gem_train.cli.plan_arguments import add_plan
 from gem_train.config import PRECISIONS
 from gem_train.errors import CheckpointError, NonFiniteError
-from gem_train.launch import exit_worker, is_worker, report_worker_error, select_device
+from gem_train.launch import exit_worker, is_worker, joined, report_worker_error, select_device
 
 __all__ = ["build_parser", "command", "main"]
 
@@ -27,7 +27,7 @@ INTERRUPTED = 130
 def command() -> NoReturn:
     """The program `gem`: `main` with the arguments of the process, and the end of the process."""
     code = main()
-    if is_worker():
+    if is_worker() or joined():
         exit_worker(code)
     sys.exit(code)
 

@@ -176,6 +176,8 @@ def _inputs(args: argparse.Namespace) -> Inputs:
         "imbalance": args.imbalance,
         "contention": args.contention,
     }
+    if args.gather == "mxfp8":
+        given["param_wire"] = recipes.ParallelConfig(dense_wire="mxfp8").param_wire(args.precision or "bf16")
     changes = {name: value for name, value in given.items() if value is not None}
     replace(plan.workload if plan else Workload(samples_per_rank=1), **changes)  # checked here, used below
     if plan is not None:
@@ -203,7 +205,8 @@ def _inputs(args: argparse.Namespace) -> Inputs:
         config = recipes.RunConfig.resolve(recipe, log, assignments)
         samples = args.samples or max(1, -(-config.data.global_batch_size // ranks))
         model = recipes.describe_run(config, log, samples, precision=args.precision or "bf16")
-        workload = Workload(samples_per_rank=samples, sparse_optimizer=config.sparse.kind)
+        wire = config.parallel.param_wire(args.precision or "bf16")
+        workload = Workload(samples_per_rank=samples, sparse_optimizer=config.sparse.kind, param_wire=wire)
     if args.location:
         model = replace(model, tables=tuple(replace(table, location=args.location) for table in model.tables))
     if args.dims is not None:

@@ -62,11 +62,12 @@ def _action(
         choices=("device", "auto", "uvm", "uvm_caching"),
         help="memory of all tables; auto: the host's, behind a cache, for those that the device has no room for",
     )
-    for option, what in (
-        ("--gather", "parameters when gathered"),
-        ("--reduce", "gradients when reduced"),
-        ("--rows", "embedding rows on the wire"),
-    ):
+    parser.add_argument(
+        "--gather",
+        choices=("float32", "bfloat16", "mxfp8"),
+        help="dtype of parameters when gathered; mxfp8: only on the wire, as parallel.dense_wire=mxfp8",
+    )
+    for option, what in (("--reduce", "gradients when reduced"), ("--rows", "embedding rows on the wire")):
         parser.add_argument(option, choices=("float32", "bfloat16"), help=f"dtype of {what}")
     parser.add_argument(
         "--copies", choices=("tables", "rows"), help="what a lookup fetches from the other copies of a table"

@@ -130,6 +130,8 @@ def _train(
             progress.say(f"{directory.path} has no checkpoint yet; beginning at step 0")
         if world.size > 1:
             progress.say(f"{world.size} processes: {describe_layout(parts.dims)}")
+        if parts.dense_wire:
+            progress.say(f"dense parameters on the wire: {parts.dense_wire}")
         if parts.layers:
             progress.say(f"precision {record.precision}: {_layer_counts(parts)}")
         # Everything that the user can have got wrong has been found by now; from here on the run's files change.
@@ -300,6 +302,7 @@ def _config_record(
         "world_size": world.size,
         "parameters": parts.num_parameters,
         "parallel": {axis: getattr(parts.dims, axis) for axis in LAYOUT},
+        "dense_wire": parts.dense_wire,
         "device": name,
         "device_peak_flops": None if peak is None else peak.flops_per_second,
         "mfu_reason": None if peak else f"the bf16 peak of {name!r} is not in the table of gem_train.mfu",

@@ -18,8 +18,8 @@ from gem_train import rng
 from gem_train.balance import SampleBalancer
 from gem_train.data import EventLog, EventSource
 from gem_train.data.log import Split
-from gem_train.launch import end_process
-from gem_train.recipes.parallel import spread
+from gem_train.launch import end_process, join_alone
+from gem_train.recipes.parallel import describe_wire, spread
 from gem_train.recipes.recipe import RunConfig
 from gem_train.step import ClipGradients
 from gem_train.world import World
@@ -50,6 +50,8 @@ class Parts(NamedTuple):
     """Begins what ends a run whose step does not end; None with one rank or without a limit."""
     num_parameters: dict[str, int]
     """Of the whole "dense" model and of all "sparse" tables, whatever a rank holds."""
+    dense_wire: str
+    """Which dense parameters travel in what, in one phrase; empty if all do in the dtype of compute."""
 
 
 def build(config: RunConfig, log: EventLog, world: World, *, precision: str = "fp32") -> Parts:
@@ -68,16 +70,21 @@ def build(config: RunConfig, log: EventLog, world: World, *, precision: str = "f
         ConfigError: if the layout does not fit the ranks.
     """
     dims = config.parallel.dims(world.size, num_experts=config.model.num_experts)
-    mesh = dims.build_mesh(world.device.type) if world.size > 1 else None
-    embeddings = build_embeddings(config, log, world, mesh.sparse if mesh else None)
+    wire = config.parallel.param_wire(precision)
+    if wire is not None and world.size == 1:
+        # What compute reads must not depend on the number of processes.
+        join_alone(world.device)
+    mesh = dims.build_mesh(world.device.type) if world.size > 1 or wire is not None else None
+    embeddings = build_embeddings(config, log, world, mesh.sparse if mesh and world.size > 1 else None)
     model: nn.Module = build_model(config, world.device, precision)
     layers = describe_layers(model, precision)
     num_parameters = {
         "dense": sum(parameter.numel() for parameter in model.parameters()),
         "sparse": sum(table.num_rows * table.dim for table in embeddings.tables),
     }
+    dense_wire = "" if wire is None else describe_wire(model, wire)
     if mesh is not None:
-        model = spread(model, config.parallel, mesh)
+        model = spread(model, config.parallel, mesh, wire=wire)
     rng.seed_all(config.trainer.seed + world.rank)  # dropout differs between ranks, weights do not
 
     def clip(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
@@ -95,8 +102,9 @@ def build(config: RunConfig, log: EventLog, world: World, *, precision: str = "f
         clip,
         dims,
         build_balancer(config, log, world) if world.size > 1 else None,
-        build_watch(config, world, mesh, embeddings) if mesh is not None else None,
+        build_watch(config, world, mesh, embeddings) if mesh is not None and world.size > 1 else None,
         num_parameters,
+        dense_wire,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
 import math
 import os
@@ -17,6 +18,7 @@ from gem_parallel import (
     ParallelDims,
     ParallelMesh,
     ParallelPlan,
+    ParamWire,
     Topology,
     choose_collectives,
     parallelize,
@@ -26,7 +28,7 @@ from gem_parallel.experts import exchange_counts
 from gem_train.checks import check_fields
 from gem_train.errors import ConfigError
 
-__all__ = ["AXES", "ParallelConfig", "hold_experts", "spread"]
+__all__ = ["AXES", "ParallelConfig", "describe_wire", "hold_experts", "spread"]
 
 AXES = ("dp_replicate", "dp_shard", "ep", "sparse_replicate", "sparse_shard")
 """Degrees of `ParallelConfig`: they belong to a start of a run, all else to the run."""
@@ -48,6 +50,9 @@ class ParallelConfig:
     """Ranks that share one copy of the tables; none takes the ranks that the copies leave."""
     wire_dtype: Literal["float32", "float16", "bfloat16", "float8_e4m3fn"] = "float32"
     """What embedding rows and their gradients are rounded to between ranks."""
+    dense_wire: Literal["param_dtype", "mxfp8"] = "param_dtype"
+    """What dense parameters are rounded to when they are gathered: nothing, or gem_precision's MXFP8, half the bytes of
+    bfloat16. Compute reads what travels, on one process, too; master weights and gradients stay as they are."""
     sharded_at_rest: bool = True
     """Copies of a table keep a slice each between steps; false keeps what a lookup gathered until the next update."""
     table_gather: Literal["tables", "rows"] = "tables"
@@ -69,6 +74,11 @@ class ParallelConfig:
             raise ConfigError(
                 "ParallelConfig: `sharded_at_rest` must be true with table_gather=rows, which gathers no table, "
                 "got False; set table_gather=tables"
+            )
+        if self.dense_wire == "mxfp8" and importlib.util.find_spec("gem_precision") is None:
+            raise ConfigError(
+                "ParallelConfig: `dense_wire` must be param_dtype where gem-precision is not installed, got mxfp8; "
+                "install gem-train[recipes], or leave it out"
             )
 
     def dims(self, num_processes: int, *, num_experts: int = 1, trained: bool = False) -> ParallelDims:
@@ -136,6 +146,24 @@ class ParallelConfig:
             "keep_gathered": not self.sharded_at_rest,
         }
 
+    def param_wire(self, precision: str) -> ParamWire | None:
+        """The form of dense parameters between ranks, or None.
+
+        Args:
+            precision: Name of the gem_precision recipe that the dense layers compute in: beside mxfp8 the blocks are
+                those of its weights, so that its layers compute the same bits with the wire and without it.
+        """
+        if self.dense_wire == "param_dtype":
+            return None
+        from gem_precision import MXFP8Recipe, MXFP8Wire, get_recipe  # not needed, and so not required, without a wire
+
+        recipe = get_recipe(precision)
+        if isinstance(recipe, MXFP8Recipe):
+            return MXFP8Wire(
+                block_shape=recipe.weight_block_shape, scale_mode=recipe.scale_mode, min_features=recipe.min_features
+            )
+        return MXFP8Wire()
+
 
 def _hosts(num_processes: int) -> Topology:
     """As many GPUs per host as torchrun says, or all in one."""
@@ -165,22 +193,45 @@ def _nearest(degrees: dict[str, int], hosts: Topology) -> str:
     return ", or ".join(shown)
 
 
-def spread(model: nn.Module, config: ParallelConfig, mesh: ParallelMesh) -> nn.Module:
+def describe_wire(model: nn.Module, wire: ParamWire) -> str:
+    """Which dense parameters travel in a form of their own, in one phrase.
+
+    Args:
+        model: Not yet spread over a mesh.
+        wire: From `ParallelConfig.param_wire`.
+    """
+    parameters = list(model.parameters())
+    covered = [each.numel() for each in parameters if wire.covers(tuple(each.shape))]
+    share = sum(covered) / max(1, sum(each.numel() for each in parameters))
+    blocks = f"{wire.rows_per_block}x32"
+    return f"{wire.name} in blocks of {blocks}: {len(covered)} of {len(parameters)} parameters, {share:.1%} of elements"
+
+
+def spread(model: nn.Module, config: ParallelConfig, mesh: ParallelMesh, *, wire: ParamWire | None = None) -> nn.Module:
     """Spreads the dense model over the ranks: experts over ep, parameters over the rest. All ranks call it.
 
     Args:
         model: Equal on all ranks, with `shard_units` and `expert_layers`.
         config: The settings.
         mesh: From `config.dims`.
+        wire: Form of the parameters between ranks, from `config.param_wire`.
 
     Raises:
-        ConfigError: if an engine of collectives cannot serve these ranks, with the reason.
+        ConfigError: if an engine of collectives cannot serve these ranks, or `wire` covers no parameter, with the
+            reason.
     """
     engine = _engine(config, mesh)
     # Read before modules are replaced or wrapped.
     units: tuple[str, ...] = model.shard_units  # type: ignore[assignment]
     hold_experts(model, mesh, engine)
-    plan = ParallelPlan(shard_units=units, forward_prefetch=config.prefetch, backward_prefetch=config.prefetch)
+    plan = ParallelPlan(
+        shard_units=units, forward_prefetch=config.prefetch, backward_prefetch=config.prefetch, param_wire=wire
+    )
+    if wire is not None and not any(wire.covers(tuple(each.shape)) for each in model.parameters()):
+        raise ConfigError(
+            f"--set parallel.dense_wire={config.dense_wire}: the model must have a matrix of 32 or more rows and "
+            "columns, got none that large; leave it out, or make the model wider"
+        )
     return parallelize(model, plan, mesh, collectives=engine)
 
 

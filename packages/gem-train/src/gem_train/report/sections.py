@@ -255,6 +255,8 @@ def layout(run: Run) -> Raw:
     if parallel or parameters:
         rows = [[f"parameters, {kind}", f"{count:,}"] for kind, count in parameters.items()]
         rows += [[f"axis {axis}", f"{degree:,}"] for axis, degree in parallel.items()]
+        if run.config.get("dense_wire"):
+            rows.append(["dense parameters on the wire", run.config["dense_wire"]])
         out += ["<h2>Model and layout</h2>", table(["", ""], rows, numeric=(1,))]
     layers = run.config.get("layers") or ()
     if layers:
