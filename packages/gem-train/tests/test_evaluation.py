@@ -67,7 +67,7 @@ class EndsEarly(World):
 
     given = 0
 
-    def agree(self, *, has_batch: bool, num_samples: int, stop: bool = False) -> Agreement:
+    def agree(self, *, has_batch: bool, num_samples: int, stop: bool = False, **options: Any) -> Agreement:
         EndsEarly.given += 1
         other = EndsEarly.given <= 3
         return Agreement(has_batch and other, has_batch or other, num_samples + 5 * other, stop)
