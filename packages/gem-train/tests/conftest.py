@@ -3,10 +3,10 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +26,7 @@ from gem_train.data import (
     load_events,
     load_movielens,
 )
+from gem_train.run_log import RunLog
 
 # Under importlib mode a test file's neighbours are not importable by themselves.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -166,3 +167,23 @@ def finished(tmp_path_factory: pytest.TempPathFactory, small_log: EventLog) -> P
 @pytest.fixture
 def run_copy(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+@pytest.fixture(scope="session")
+def events() -> EventLog:
+    return generate(num_users=80, num_items=60, mean_events=20.0)
+
+
+OpenLog = Callable[..., RunLog]
+
+
+@pytest.fixture
+def open_log() -> Iterator[OpenLog]:
+    with contextlib.ExitStack() as stack:
+
+        def open_one(*args: Any, **kwargs: Any) -> RunLog:
+            log = RunLog(*args, **kwargs)
+            stack.callback(log.close)
+            return log
+
+        yield open_one

@@ -1,8 +1,12 @@
-"""Two processes of `gem train` that do not go on alike: one has less data, one does not come to the end of a step."""
+"""Two processes of `gem train` that do not go on alike.
+
+One has less data, one stops training its model, one refuses its trainer, one does not come to the end of a step.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -16,7 +20,7 @@ from gem_train.metrics_log import read_metrics
 
 BATCH, STEPS, LATE_STEP, LIMIT_S = 32, 3, 3, 2.0
 
-# Both runs in the same two processes, which take longer to start than to train.
+# All runs in the same two processes, which take longer to start than to train.
 WORKER = f"""
 import json, os, sys, time
 from pathlib import Path
@@ -28,8 +32,10 @@ if rank == 0:
     os.dup2(said, 2)
 
 from gem_model import RankingModel
+from gem_train import Trainer
 from gem_train.cli.main import main
 from gem_train.data import EventSource
+from gem_train.launch import leave
 
 def train(name, *settings):
     os.environ["GEM_RENDEZVOUS_FILE"] = str(folder / f"rendezvous-{{name}}")
@@ -52,6 +58,30 @@ code = train("uneven")
 EventSource.__iter__ = read
 
 forward, calls = RankingModel.forward, 0
+
+def evaluates(model, *arguments):
+    global calls
+    calls += 1
+    if rank == 1 and calls == 2:
+        model.eval()
+    return forward(model, *arguments)
+
+def refuses(trainer, *arguments, **named):
+    made(trainer, *arguments, **named | {{"tasks": named["tasks"] if rank == 0 else ()}})
+
+# Their errors are read here, not by the launcher.
+listening = os.environ.pop("GEM_ERROR_FILE")
+RankingModel.forward = evaluates
+modes = train("modes")
+leave()
+RankingModel.forward, calls = forward, 0
+made, Trainer.__init__ = Trainer.__init__, refuses
+began = time.time()
+refused = train("refused")
+leave()
+Trainer.__init__ = made
+(folder / f"refused-{{rank}}.json").write_text(json.dumps([modes, refused, time.time() - began]))
+os.environ["GEM_ERROR_FILE"] = listening
 
 def lags(model, *arguments):
     global calls
@@ -96,6 +126,29 @@ def test_all_ranks_end_when_the_data_of_one_does(outcome: Outcome) -> None:
         f"the ranks' data ended unevenly, so that all ranks end after step {STEPS}; {BATCH // 2} samples that others "
         "had already read were not used"
     ) in said
+
+
+@pytest.mark.dist
+def test_ranks_whose_models_train_and_evaluate_are_named(outcome: Outcome) -> None:
+    said = (outcome.folder / "said.txt").read_text()
+    (line,) = [line for line in said.splitlines() if "modules in training mode" in line]
+    assert re.fullmatch(
+        r"gem: error: Trainer: `modules in training mode` must be equal on all ranks, got '(\d+) of \1' on rank 0, "
+        r"'0 of \1' on rank 1; set the same on every rank",
+        line,
+    )
+    # Step 2 was the first that differed, and no step after it was made.
+    assert [r["step"] for r in read_metrics(outcome.folder / "modes") if r["phase"] == "train"] == [1]
+
+
+@pytest.mark.dist
+def test_what_one_rank_refuses_ends_all_before_a_run_is_made(outcome: Outcome) -> None:
+    ends = [json.loads((outcome.folder / f"refused-{rank}.json").read_text()) for rank in range(2)]
+    assert [end[:2] for end in ends] == [[2, 2], [2, 2]]
+    assert max(seconds for *_, seconds in ends) < 60
+    said = (outcome.folder / "said.txt").read_text()
+    assert "gem: error: rank 1: Trainer: `total_steps` must be >= 1 and `tasks` not empty, got " in said
+    assert not (outcome.folder / "refused").exists()
 
 
 @pytest.mark.dist

@@ -1,3 +1,5 @@
+"""The loop: what it trains, records, resumes and refuses."""
+
 from __future__ import annotations
 
 import contextlib
@@ -6,161 +8,23 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from trainer_toys import CONFIG, ToyModel, ToyTables, assert_same, make_trainer, weights
 
 from gem_train.checkpoint import Checkpointer
-from gem_train.config import TrainerConfig
-from gem_train.data import EventLog, EventSource, generate
-from gem_train.errors import CheckpointError, NonFiniteError
-from gem_train.feed import Feed
-from gem_train.guard import GradientGuard
+from gem_train.data import EventLog, EventSource
+from gem_train.errors import CheckpointError, ConfigError
 from gem_train.metrics_log import read_metrics
-from gem_train.optimizer import build_adamw, optimizer_tensors
+from gem_train.optimizer import optimizer_tensors
 from gem_train.run_log import RunLog
-from gem_train.timing import PhaseTimer
 from gem_train.trainer import Trainer
-from gem_train.world import Agreement, World
-
-DIM = 8
-
-
-class ToyTables:
-    """Plain SGD tables; the update runs inside backward, as in a fused sparse optimizer."""
-
-    def __init__(self, rows: Mapping[str, int], features: Mapping[str, str], seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.weights = {name: 0.1 * torch.randn(count, DIM, generator=generator) for name, count in rows.items()}
-        self.features = features
-        self.learning_rate = 0.0
-
-    def exchange(self, ids: Mapping[str, tuple[Tensor, Tensor]]) -> Any:
-        return ids
-
-    def start_lookup(self, pending: Any) -> None:
-        """Rows are at hand: nothing to start."""
-
-    def lookup(self, pending: Any) -> dict[str, Tensor]:
-        return {name: self._pooled(name, *pending[name]) for name in self.features}
-
-    def _pooled(self, feature: str, values: Tensor, offsets: Tensor) -> Tensor:
-        weight = self.weights[self.features[feature]]
-        rows = weight[values].requires_grad_(torch.is_grad_enabled())
-        if rows.requires_grad:
-
-            def update(gradient: Tensor) -> None:
-                weight.index_add_(0, values, gradient, alpha=-self.learning_rate)
-
-            rows.register_hook(update)
-        lengths = offsets.diff()
-        bag = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        return torch.zeros(len(lengths), DIM).index_add(0, bag, rows)
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        self.learning_rate = learning_rate
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {f"tables.{name}.weight": weight for name, weight in self.weights.items()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        for name, weight in self.weights.items():
-            weight.copy_(state[f"tables.{name}.weight"])
-
-
-class Loss(NamedTuple):
-    sum: dict[str, Tensor]
-    count: int
-    total: Tensor
-
-
-class Part(NamedTuple):
-    forward: float
-
-
-class Flops(NamedTuple):
-    forward: float
-    total: float
-    by_module: dict[str, Part]
-
-
-class ToyModel(nn.Module):
-    def __init__(self, num_dense: int, dropout: float = 0.1) -> None:
-        super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(3 * DIM + num_dense, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 1))
-
-    def forward(self, batch: Any, embeddings: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        offsets = batch.sequences["history"].offsets
-        sample = torch.repeat_interleave(torch.arange(batch.num_samples), offsets.diff())
-        liked = embeddings["history.topics"] * (2.0 * (batch.ids["history.click"][0] == 2).float() - 1.0)[:, None]
-        history = torch.zeros(batch.num_samples, DIM).index_add(0, sample, liked)
-        history = history / offsets.diff().clamp(min=1)[:, None]
-        x = torch.cat((embeddings["topics"], history, embeddings["topics"] * history, batch.dense), dim=1)
-        return {"click": self.mlp(x)[:, 0]}
-
-    def loss(self, outputs: Mapping[str, Tensor], batch: Any) -> Loss:
-        value = nn.functional.binary_cross_entropy_with_logits(outputs["click"], batch.labels["click"], reduction="sum")
-        return Loss({"click": value}, batch.num_samples, value)
-
-    def flops(self, batch: Any) -> Flops:
-        forward = 2.0 * batch.num_samples * sum(p.numel() for p in self.mlp.parameters() if p.ndim == 2)
-        return Flops(forward, 3.0 * forward, {"mlp": Part(forward)})
-
-
-CONFIG = TrainerConfig(learning_rate=2e-2, warmup_steps=4, log_interval=4, decay="linear", seed=3)
-
-
-@pytest.fixture(scope="module")
-def events() -> EventLog:
-    return generate(num_users=80, num_items=60, mean_events=20.0)
-
+from gem_train.world import World
 
 OpenLog = Callable[..., RunLog]
-
-
-@pytest.fixture
-def open_log() -> Iterator[OpenLog]:
-    with contextlib.ExitStack() as stack:
-
-        def open_one(*args: Any, **kwargs: Any) -> RunLog:
-            log = RunLog(*args, **kwargs)
-            stack.callback(log.close)
-            return log
-
-        yield open_one
-
-
-def make_trainer(events: EventLog, config: TrainerConfig = CONFIG, **arguments: Any) -> Trainer:
-    torch.manual_seed(config.seed)
-    rows = {table.name: table.num_rows for table in events.tables}
-    source = EventSource(events, "train", global_batch_size=64, seed=1, epochs=2)
-    return Trainer(
-        config,
-        model=arguments.pop("model", ToyModel)(events.num_dense),
-        embeddings=ToyTables(rows, {"topics": "topics", "history.topics": "topics"}),
-        sparse_learning_rate=20.0,
-        train_source=arguments.pop("train_source", source),
-        total_steps=source.num_batches,
-        tasks=("click",),
-        eval_sources={
-            split: lambda split=split: EventSource(events, split, global_batch_size=100)
-            for split in ("validation", "test")
-        },
-        **arguments,
-    )
-
-
-def weights(trainer: Trainer) -> dict[str, Tensor]:
-    tensors = {f"model.{k}": v.clone() for k, v in trainer.model.state_dict().items()}
-    return tensors | {f"tables.{k}": v.clone() for k, v in trainer.embeddings.state_dict().items()}
-
-
-def assert_same(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert torch.equal(tensor, theirs[name]), name
 
 
 def test_it_learns_and_counts_every_sample(events: EventLog, tmp_path: Path, open_log: OpenLog) -> None:
@@ -292,176 +156,6 @@ def test_time_budget_stops_with_the_reason(events: EventLog) -> None:
     assert "test" in result.evaluations
 
 
-class Poisoned(nn.Module):
-    """Passes everything to a model, and spoils one thing at one step."""
-
-    def __init__(self, inner: ToyModel, at: int, what: str) -> None:
-        super().__init__()
-        self.inner, self.at, self.what, self.calls = inner, at, what, 0
-
-    def forward(self, batch: Any, embeddings: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        poisoned = self.training and self.calls == self.at
-        self.calls += self.training
-        if poisoned and self.what == "rows":
-            embeddings["topics"].register_hook(lambda g: torch.full_like(g, math.nan))
-        if poisoned and self.what == "parameter":
-            handle = self.inner.mlp[3].weight.register_hook(lambda g: torch.full_like(g, math.inf))
-            self.handle = handle
-        outputs = self.inner(batch, embeddings)
-        return {"click": outputs["click"] * math.nan} if poisoned and self.what == "loss" else outputs
-
-    def loss(self, outputs: Mapping[str, Tensor], batch: Any) -> Loss:
-        return self.inner.loss(outputs, batch)
-
-    def flops(self, batch: Any) -> Flops:
-        return self.inner.flops(batch)
-
-
-@pytest.mark.parametrize(
-    ("what", "named"),
-    [
-        pytest.param("loss", "the loss is NaN", id="loss"),
-        pytest.param("parameter", r"parameter inner\.mlp\.3\.weight is NaN", id="parameter"),
-    ],
-)
-def test_a_nan_stops_the_run_before_the_update(events: EventLog, tmp_path: Path, what: str, named: str) -> None:
-    config = dataclasses.replace(CONFIG, checkpoint_interval=2)
-    clean = make_trainer(
-        events,
-        dataclasses.replace(config, max_steps=5, decay="constant"),
-        model=lambda n: Poisoned(ToyModel(n), -1, what),
-    )
-    clean.run()
-    trainer = make_trainer(
-        events, dataclasses.replace(config, decay="constant"), model=lambda n: Poisoned(ToyModel(n), 5, what),
-        checkpointer=Checkpointer(tmp_path),
-    )  # fmt: skip
-    with pytest.raises(NonFiniteError, match=rf"^step 5: .*{named}"):
-        trainer.run()
-    assert Checkpointer(tmp_path).steps() == (2, 4)
-    dense = {k: v for k, v in weights(trainer).items() if k.startswith("model.")}
-    assert_same(dense, {k: v for k, v in weights(clean).items() if k.startswith("model.")})
-    if what == "loss":
-        assert all(torch.isfinite(v).all() for v in weights(trainer).values())
-
-
-def test_guard_zeroes_the_rows_gradient_it_refuses() -> None:
-    model = nn.Linear(2, 1)
-    guard = GradientGuard(model, build_adamw(model, CONFIG), torch.device("cpu"))
-    source = torch.ones(3, 2, requires_grad=True)
-    rows = source * 1.0
-    guard.watch({"item": rows})
-    (rows * torch.tensor([[1.0, math.nan]])).sum().backward()
-    assert torch.equal(source.grad, torch.zeros(3, 2))
-    guard.arm()
-    with pytest.raises(NonFiniteError, match="step 4: the gradient of the looked-up rows of feature item is NaN"):
-        guard.check(4)
-
-
-def test_guard_skips_the_update_on_the_device() -> None:
-    model = nn.Linear(2, 1)
-    optimizer = build_adamw(model, CONFIG)
-    guard = GradientGuard(model, optimizer, torch.device("cpu"))
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    guard.watch({})
-    (model(torch.ones(1, 2)) * math.inf).sum().backward()
-    guard.inspect_parameters()
-    guard.arm()
-    optimizer.step()
-    assert_same(model.state_dict(), before)
-    assert float(optimizer.state[model.weight]["step"]) == 0.0
-
-
-@pytest.mark.gpu
-def test_guard_on_a_gpu_skips_at_once_and_reports_one_step_later() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
-    model = nn.Linear(2, 1).to(device)
-    optimizer = build_adamw(model, CONFIG)
-    guard = GradientGuard(model, optimizer, device)
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    for step, factor in enumerate((math.inf, 1.0)):
-        guard.watch({})
-        (model(torch.ones(1, 2, device=device)) * factor).sum().backward()
-        guard.inspect_parameters()
-        guard.arm()
-        if step == 0:
-            guard.check(step)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_same(model.state_dict(), before)
-    with pytest.raises(NonFiniteError, match=r"^step 0: the gradient of parameter weight is NaN or infinite"):
-        guard.check(1)
-
-
-class Uneven:
-    """A source whose slices are given, for a world that disagrees."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches, self.position = batches, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.batches:
-            self.position += 1
-            yield batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
-
-
-def test_feed_state_is_that_of_the_batch_given(events: EventLog) -> None:
-    source = EventSource(events, "train", global_batch_size=64, seed=1)
-    batches = list(EventSource(events, "train", global_batch_size=64, seed=1))
-    tables = ToyTables({}, {})
-    feed = Feed(source, embeddings=tables, world=World(), timer=PhaseTimer(torch.device("cpu")), limit=3)
-    for k in range(3):
-        staged = feed.next()
-        assert torch.equal(staged.batch.sample_index, batches[k].sample_index)
-        assert staged.source_state["next_sample"] == 64 * (k + 1)
-    assert feed.next() is None
-    assert feed.next() is None
-
-
-def test_feed_ahead_is_what_next_gives(events: EventLog) -> None:
-    source = EventSource(events, "train", global_batch_size=64, seed=1)
-    feed = Feed(source, embeddings=ToyTables({}, {}), world=World(), timer=PhaseTimer(torch.device("cpu")), limit=2)
-    first = feed.next()
-    assert source.state_dict()["next_sample"] == 64, "nothing is read before it is asked for"
-    second = feed.ahead()
-    assert feed.ahead() is second
-    assert feed.next() is second
-    assert not torch.equal(first.batch.sample_index, second.batch.sample_index)
-    assert feed.ahead() is None
-    assert feed.next() is None
-
-
-@pytest.mark.gpu
-def test_feed_does_not_wait_for_the_model_on_a_gpu(events: EventLog) -> None:
-    """The next batch is on the device while the model's stream still works; the stream then waits for the copy."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    expected = list(EventSource(events, "train", global_batch_size=64, seed=1))[1]
-    source = EventSource(events, "train", global_batch_size=64, seed=1)
-    feed = Feed(source, embeddings=ToyTables({}, {}), world=World(device=device), timer=PhaseTimer(device))
-    feed.next()
-    torch.cuda.synchronize()
-    busy = torch.cuda.Event()
-    torch.cuda._sleep(2 * 10**9)  # about a second
-    busy.record()
-    ahead = feed.ahead()
-    assert ahead.copied is not None
-    ahead.copied.synchronize()
-    assert not busy.query()
-    staged = feed.next()
-    assert staged is ahead
-    assert torch.equal(staged.batch.dense.cpu(), expected.dense)
-    for name, (values, offsets) in expected.ids.items():
-        assert torch.equal(staged.batch.ids[name][0].cpu(), values), name
-        assert torch.equal(staged.batch.ids[name][1].cpu(), offsets), name
-    assert busy.query()
-
-
 class Recorder(ToyTables):
     """Tables that write down what is asked of them, batches by number."""
 
@@ -549,50 +243,35 @@ def test_a_watch_stands_around_steps_and_not_around_pauses(events: EventLog, tmp
     ]  # fmt: skip
 
 
-def test_ranks_that_count_other_steps_are_refused(events: EventLog) -> None:
-    class Others(World):
-        def gather(self, value: Any) -> list[Any]:
-            return [value, 7]
+class Others(World):
+    """Another rank was given other settings."""
 
+    theirs: ClassVar[dict[str, str]] = {}
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, value | self.theirs if isinstance(value, dict) else value]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        (
+            {"total_steps": "7"},
+            r"`total_steps` must be equal on all ranks, got \d+ on rank 0, 7 on rank 1; set the",
+        ),
+        ({"learning_rate": "0.5"}, r"`learning_rate` must be equal on all ranks, got 0\.02 on rank 0, 0\.5 on rank 1"),
+        (
+            {"sparse_learning_rate": "1.0", "tasks": "('b',)"},
+            r"`tasks` must .* got \('click',\) on .*; `sparse_lear",
+        ),
+    ],
+    ids=["steps", "rate", "two"],
+)
+def test_ranks_with_other_settings_are_refused(
+    events: EventLog, monkeypatch: pytest.MonkeyPatch, theirs: dict[str, str], message: str
+) -> None:
+    monkeypatch.setattr(Others, "theirs", theirs)
     trainer = make_trainer(events, world=Others())
-    with pytest.raises(
-        ValueError, match=r"`total_steps` must be equal on all ranks, got \[\d+, 7\]; give the smallest"
-    ):
+    with pytest.raises(ConfigError, match=rf"^Trainer: {message}"):
         trainer.run()
     assert trainer.step == 0
-
-
-def test_feed_of_an_empty_source_ends_at_once() -> None:
-    feed = Feed(Uneven([]), embeddings=ToyTables({}, {}), world=World(), timer=PhaseTimer(torch.device("cpu")))
-    assert feed.next() is None
-    assert not feed.stopped
-
-
-class UnevenWorld(World):
-    """A world in which another rank has `others` batches of 5 samples."""
-
-    others = 2
-
-    def agree(self, *, has_batch: bool, num_samples: int, stop: bool = False) -> Agreement:
-        other, UnevenWorld.others = UnevenWorld.others > 0, UnevenWorld.others - 1
-        return Agreement(has_batch and other, has_batch or other, num_samples + 5 * other, stop)
-
-
-def test_feed_ends_on_all_ranks_when_it_ends_on_one(events: EventLog) -> None:
-    source = EventSource(events, "train", global_batch_size=64)
-    feed = Feed(source, embeddings=ToyTables({}, {}), world=UnevenWorld(), timer=PhaseTimer(torch.device("cpu")))
-    given = [feed.next(), feed.next(), feed.next()]
-    assert [staged.num_samples if staged else None for staged in given] == [69, 69, None]
-    assert (feed.stopped, feed.dropped) == (False, 64)
-    feed.close()
-
-
-def test_weight_decay_spares_biases() -> None:
-    model = nn.Linear(3, 2)
-    optimizer = build_adamw(model, dataclasses.replace(CONFIG, weight_decay=0.5, learning_rate=1.0))
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    weight, bias = model.weight.detach().clone(), model.bias.detach().clone()
-    optimizer.step()
-    torch.testing.assert_close(model.weight.detach(), 0.5 * weight)
-    assert torch.equal(model.bias.detach(), bias)

@@ -1,6 +1,6 @@
 """Batches on the device, one ahead, with ids already under way and all ranks agreeing on the end."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -51,6 +51,7 @@ class Feed:
         limit: int | None = None,
         should_stop: Callable[[], bool] = lambda: False,
         balance: Callable[[Any], Any] = lambda batch: batch,
+        alike: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
         """Starts reading.
 
@@ -62,6 +63,7 @@ class Feed:
             limit: Most batches to give.
             should_stop: Asked before each batch; true on one rank ends the feed on all.
             balance: What becomes of a batch once all ranks have one; all ranks call it.
+            alike: Asked before each batch: name -> value of what must be equal on all ranks.
         """
         self._source = source
         self._iterator = iter(source)
@@ -71,6 +73,7 @@ class Feed:
         self._left = limit
         self._should_stop = should_stop
         self._balance = balance
+        self._alike = alike
         self._stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
         self._staged: Staged | None = None
         self._is_ahead = False
@@ -80,7 +83,11 @@ class Feed:
         """Samples read but not given, because another rank ran out of data."""
 
     def next(self) -> Staged | None:
-        """The next batch, or None at the end; all ranks call it together."""
+        """The next batch, or None at the end; all ranks call it together.
+
+        Raises:
+            ConfigError: on all ranks, if what `alike` names differs between them.
+        """
         staged = self.ahead()
         self._staged, self._is_ahead = None, False
         if staged is not None and staged.copied is not None:
@@ -110,7 +117,10 @@ class Feed:
             state = self._source.state_dict()
             num_samples = 0 if host_batch is None else host_batch.num_samples
             agreed = self._world.agree(
-                has_batch=host_batch is not None, num_samples=num_samples, stop=self._should_stop()
+                has_batch=host_batch is not None,
+                num_samples=num_samples,
+                stop=self._should_stop(),
+                alike=self._alike() if self._world.size > 1 else None,
             )
             self.stopped = self.stopped or agreed.stop
             if agreed.stop or not agreed.everyone_has_batch:

@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import torch
@@ -120,6 +121,8 @@ class Trainer:
         """Samples trained on by all ranks, counting repeats."""
         self.best: dict[str, float] | None = None
         """Step and NE of the best validation so far."""
+        self._tasks = tasks
+        self._sparse_learning_rate = sparse_learning_rate
         self._source = train_source
         self._source_state = train_source.state_dict()
         self._world = world or World()
@@ -158,14 +161,21 @@ class Trainer:
             Where the run ended and its final scores.
 
         Raises:
-            ValueError: if the ranks were given different `total_steps`.
+            ConfigError: if the ranks were given different settings, or their models' training modes or learning rates
+                come to differ; names the ranks.
             NonFiniteError: if the loss or a gradient is not finite; nothing is saved from then on.
         """
-        steps = self._world.gather(self.total_steps)
-        if len(set(steps)) > 1:
-            raise ValueError(
-                f"Trainer: `total_steps` must be equal on all ranks, got {steps}; give the smallest to all"
-            )
+        self._world.check_alike(
+            "Trainer",
+            {
+                "total_steps": self.total_steps,
+                "step": self.step,
+                "tasks": self._tasks,
+                "eval_sources": tuple(self._eval_sources),
+                "sparse_learning_rate": self._sparse_learning_rate,
+                **{field.name: getattr(self.config, field.name) for field in fields(self.config)},
+            },
+        )
         self._log = log
         with self._watch() as watch:
             return self._run(watch, time.monotonic())
@@ -185,6 +195,7 @@ class Trainer:
             limit=self.total_steps - self.step,
             should_stop=stop,
             balance=self._balancer or (lambda batch: batch),
+            alike=self._alike,
         )
         self.model.train()
         try:
@@ -318,6 +329,15 @@ class Trainer:
         if self.step % self.config.log_interval == 0:
             self._record(balance)
         self._progress.step(self.step)
+
+    def _alike(self) -> dict[str, object]:
+        """What would train other weights on every rank, without an error, if it differed."""
+        modules = list(self.model.modules())
+        return {
+            "learning_rate of the dense optimizer": [float(group["lr"]) for group in self._optimizer.param_groups],
+            "learning_rate of the embeddings": getattr(self.embeddings, "learning_rate", None),
+            "modules in training mode": f"{sum(module.training for module in modules)} of {len(modules)}",
+        }
 
     def _pause(self) -> None:
         """What is due between two steps, and may take long."""

@@ -82,46 +82,49 @@ def _train(
     world.on_first(lambda: directory.check(resume=args.resume, overwrite=args.overwrite))
     world.on_first(lambda: _check_compare(args))
     old = _old_record(directory, recipe) if args.resume else None
+    assignments = _merged(given, old, world.size)[0]
+    if is_worker():  # torchrun starts here
+        world.on_all(lambda: RunConfig.resolve(recipe, recipe.schema, assignments, flags=flags))
     record = RunRecord(
         recipe=recipe.name,
         precision=args.precision or (old.precision if old else "fp32"),
         data=_data(args, recipe, old),
-        assignments=_merged(given, old, world.size)[0],
+        assignments=assignments,
         settings={},
         versions=versions(),
     )
-    RunConfig.resolve(recipe, recipe.schema, record.assignments, flags=flags)  # torchrun starts here
-    log = recipe.load(None if record.data is None else Path(record.data))
-    config = RunConfig.resolve(recipe, log, record.assignments, flags=flags)
+    log = world.on_all(lambda: recipe.load(None if record.data is None else Path(record.data)))
+    config = world.on_all(lambda: RunConfig.resolve(recipe, log, record.assignments, flags=flags))
     record = replace(record, settings=config.to_dict(), encodings=dict(log.encodings))
     if old is not None:
-        note = directory.compare_encodings(old, log.encodings, record.data)
-        if note is not None and world.is_first:
-            complain(note)
-        _check_same_run(directory, old, record)
+        world.on_all(lambda: _check_same_run(directory, old, record, tell=world.is_first))
     parts = build(config, log, world, precision=record.precision)
-    checkpointer = Checkpointer(directory.checkpoints, world=world, keep_last=config.trainer.keep_last)
+    checkpointer = world.on_all(
+        lambda: Checkpointer(directory.checkpoints, world=world, keep_last=config.trainer.keep_last)
+    )
     first = checkpointer.latest() if args.resume else None
     total = min(parts.train_source.num_batches, config.trainer.max_steps or parts.train_source.num_batches)
     progress = make_progress(total, first or 0) if world.is_first else SilentProgress()
     with _stop_on_signal(progress.say) as stopped:
-        trainer = Trainer(
-            config.trainer,
-            model=parts.model,
-            embeddings=parts.embeddings,
-            sparse_learning_rate=config.sparse.learning_rate,
-            train_source=parts.train_source,
-            total_steps=parts.train_source.num_batches,
-            tasks=config.model.tasks,
-            eval_sources=parts.eval_sources,
-            world=world,
-            clip=parts.clip,
-            checkpointer=checkpointer,
-            progress=progress,
-            should_stop=lambda: bool(stopped),
-            device_name=_device_name(world.device),
-            balancer=parts.balancer,
-            watch=parts.watch,
+        trainer = world.on_all(
+            lambda: Trainer(
+                config.trainer,
+                model=parts.model,
+                embeddings=parts.embeddings,
+                sparse_learning_rate=config.sparse.learning_rate,
+                train_source=parts.train_source,
+                total_steps=parts.train_source.num_batches,
+                tasks=config.model.tasks,
+                eval_sources=parts.eval_sources,
+                world=world,
+                clip=parts.clip,
+                checkpointer=checkpointer,
+                progress=progress,
+                should_stop=lambda: bool(stopped),
+                device_name=_device_name(world.device),
+                balancer=parts.balancer,
+                watch=parts.watch,
+            )
         )
         if first is not None:
             trainer.resume(first)
@@ -182,7 +185,10 @@ def _data(args: argparse.Namespace, recipe: "Recipe", old: RunRecord | None) -> 
     return None if path is None else str(path.absolute())
 
 
-def _check_same_run(directory: RunDirectory, old: RunRecord, new: RunRecord) -> None:
+def _check_same_run(directory: RunDirectory, old: RunRecord, new: RunRecord, *, tell: bool) -> None:
+    note = directory.compare_encodings(old, new.encodings or {}, new.data)
+    if note is not None and tell:
+        complain(note)
     if new.precision != old.precision:
         raise ConfigError(
             f"--precision: {directory.path} was trained in {old.precision}, got {new.precision}; leave it out"
