@@ -11,6 +11,7 @@ def test_all_is_pinned():
         "RankingModel",
         "SequenceTowerConfig",
         "__version__",
+        "compile_units",
         "presets",
         "protocols",
         "random_batch",

@@ -2,6 +2,7 @@
 
 from gem_model import presets, protocols
 from gem_model._version import __version__
+from gem_model.compiling import compile_units
 from gem_model.config import RankingConfig, SequenceTowerConfig
 from gem_model.flops import FlopCount
 from gem_model.model import Loss, RankingModel
@@ -14,6 +15,7 @@ __all__ = [
     "RankingModel",
     "SequenceTowerConfig",
     "__version__",
+    "compile_units",
     "presets",
     "protocols",
     "random_batch",

@@ -48,16 +48,28 @@ class MLP(nn.Sequential):
         return {"": ModuleFlops(gemm=sum(linear_flops(x, rows) for x in self if isinstance(x, nn.Linear)))}
 
 
+def token_columns(x: Tensor) -> Tensor:
+    """(B, n, d) -> (B, d, n), contiguous: the rows that linear layers over the token axis read."""
+    return x.transpose(1, 2).contiguous()
+
+
 class TokenLinear(nn.Module):
-    """A linear map of the token axis, the same for every column: (B, n_in, d) -> (B, n_out, d)."""
+    """A linear map of the token axis, the same for every column: (B, n_in, d) -> (B, n_out, d).
+
+    The result is no wider than x: a map between few tokens, which a recipe leaves in float32, would otherwise widen
+    all that follows.
+    """
 
     def __init__(self, num_inputs: int, num_outputs: int, *, bias: bool = True) -> None:
         super().__init__()
         self.linear = nn.Linear(num_inputs, num_outputs, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Mix the tokens."""
-        return self.linear(x.transpose(1, 2)).transpose(1, 2)
+    def forward(self, x: Tensor, columns: Tensor | None = None) -> Tensor:
+        """Mix the tokens; ``columns`` are `token_columns` of x, if several maps read them."""
+        out: Tensor = self.linear(token_columns(x) if columns is None else columns)
+        if torch.promote_types(out.dtype, x.dtype) != x.dtype:
+            out = out.to(x.dtype)
+        return out.transpose(1, 2)
 
     def flops(self, num_samples: int, width: int) -> dict[str, ModuleFlops]:
         """FLOPs over samples whose tokens have ``width`` columns."""

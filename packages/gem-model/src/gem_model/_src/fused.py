@@ -13,7 +13,8 @@ def fuses_norm_block(attention: nn.Module, residual: Tensor, keys: Tensor, dropo
     """Whether a GDPA layer computes the norms and sums around it, too, with the rounding of the plain computation.
 
     Not with a layer that a recipe has replaced by one that cannot; nor where the residual is wider than the keys,
-    since the op has one dtype; nor with dropout, which stands between norm and residual.
+    since the op has one dtype; nor with dropout, which stands between norm and residual. A compiler fuses the plain
+    computation with all that stands around it.
     """
     device_type = residual.device.type
     return (
@@ -22,4 +23,5 @@ def fuses_norm_block(attention: nn.Module, residual: Tensor, keys: Tensor, dropo
         and residual.dtype == keys.dtype
         and not torch.is_autocast_enabled(device_type)
         and dropout == 0.0
+        and not torch.compiler.is_compiling()
     )

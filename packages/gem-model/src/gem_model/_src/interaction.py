@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from gem_model._src.blocks import MLP, TokenLinear, normalize
+from gem_model._src.blocks import MLP, TokenLinear, normalize, token_columns
 from gem_model.config import RankingConfig
 from gem_model.flops import BatchSizes, ModuleFlops, nest
 
@@ -34,10 +34,10 @@ class FactorizationMachineBlock(nn.Module):
             config.dropout,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, n, d) -> (B, n_F, d)."""
+    def forward(self, x: Tensor, columns: Tensor | None = None) -> Tensor:
+        """(B, n, d), and its `token_columns` if they exist -> (B, n_F, d)."""
         num_samples = x.shape[0]
-        compressed = self.compress(x).reshape(num_samples, self._num_compressed * self._dim)
+        compressed = self.compress(x, columns).reshape(num_samples, self._num_compressed * self._dim)
         y = self.projection(compressed).view(num_samples, self._num_inputs, self._rank)
         y = y.to(x.dtype)
         products = torch.bmm(x, torch.bmm(x.transpose(1, 2), y))
@@ -67,7 +67,9 @@ class Interaction(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, n, d) -> (B, n_F + n_L, d)."""
-        return normalize(torch.cat((self.factorization(x), self.compression(x)), dim=1) + self.residual(x))
+        columns = token_columns(x)
+        tokens = torch.cat((self.factorization(x, columns), self.compression(x, columns)), dim=1)
+        return normalize(tokens + self.residual(x, columns))
 
     def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:
         """FLOPs by module."""

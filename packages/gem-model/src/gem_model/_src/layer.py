@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gem_model._src.blocks import normalize
+from gem_model._src.event_norm import normalize_events
 from gem_model._src.experts import MixedInteraction
 from gem_model._src.interaction import Interaction
 from gem_model._src.jagged import Jagged
@@ -65,13 +66,15 @@ class Readout(nn.Module):
         super().__init__()
         self.width = (config.num_tokens + config.num_pooled_tokens) * config.dim
         self.towers = nn.ModuleDict({tower.name: Cross(config, tower, config.num_tokens) for tower in config.sequences})
+        self._num_recent = {tower.name: tower.num_recent for tower in config.sequences}
 
     def forward(self, x: Tensor, sequences: dict[str, Jagged]) -> Tensor:
         """Context tokens (B, n, d) and events by sequence name -> (B, width)."""
         tokens = [x]
         for name, tower in self.towers.items():
             s = sequences[name]
-            tokens.append(tower(x, s._replace(values=normalize(s.values))).s_sum)
+            normalized, recent = normalize_events(s.values, s.offsets, self._num_recent[name])
+            tokens.append(tower(x, s._replace(values=normalized), recent).s_sum)
         return normalize(_concatenate(tokens)).reshape(x.shape[0], self.width)
 
     def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:

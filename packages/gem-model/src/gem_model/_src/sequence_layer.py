@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from gem_kernels.modules import GDPA, BlockAttention, JaggedAttention
 from gem_model._src.blocks import normalize
+from gem_model._src.event_norm import normalize_events
 from gem_model._src.fused import fuses_norm_block
 from gem_model._src.jagged import Jagged, fixed_offsets
 from gem_model._src.rms_norm import rms_norm
@@ -136,6 +137,7 @@ class SequenceLayer(nn.Module):
         self, config: RankingConfig, tower: SequenceTowerConfig, num_inputs: int, self_attention: SelfAttention
     ) -> None:
         super().__init__()
+        self._num_recent = tower.num_recent
         self.cross = Cross(config, tower, num_inputs)
         self.feed_forward = PersonalizedFeedForward(tower)
         self.has_self_attention = self_attention != "none"
@@ -145,8 +147,8 @@ class SequenceLayer(nn.Module):
     def forward(self, x: Tensor, s: Jagged) -> SequenceLayerOutput:
         """Context tokens (B, n, d) and events (T, d_tower)."""
         # One LayerNorm serves the pooling's keys and values and the PFFN's queries.
-        normalized = normalize(s.values)
-        x_sum, s_sum = self.cross(x, s._replace(values=normalized))
+        normalized, recent = normalize_events(s.values, s.offsets, self._num_recent)
+        x_sum, s_sum = self.cross(x, s._replace(values=normalized), recent)
         values = self.feed_forward(s, normalized, x_sum)
         if self.has_self_attention:
             values = self.self_attention(s._replace(values=values))

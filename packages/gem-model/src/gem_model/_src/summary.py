@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gem_kernels.jagged import jagged_last_k
 from gem_kernels.modules import JaggedAttention
 from gem_model._src.blocks import Gating, SumKronLinear, TokenLinear, activation_module, normalize
 from gem_model._src.jagged import Jagged, fixed_offsets
@@ -75,8 +74,8 @@ class SequencePooling(nn.Module):
             self.width = nn.Linear(tower.dim, config.dim)
         self.gating = Gating(config.dim)
 
-    def forward(self, x_sum: Tensor, s: Jagged) -> Tensor:
-        """X_sum (B, n_sum, d_tower) and normalised events (T, d_tower) -> (B, num_pooled_tokens, d)."""
+    def forward(self, x_sum: Tensor, s: Jagged, recent: Tensor | None) -> Tensor:
+        """X_sum (B, n_sum, d_tower), normalised events (T, d_tower) and the latest of them -> (B, num_pooled, d)."""
         tower = self._tower
         num_samples, num_context = x_sum.shape[0], tower.num_context_tokens
         queries = self.query(normalize(x_sum))
@@ -97,11 +96,10 @@ class SequencePooling(nn.Module):
             max_seqlen_q=num_queries,
             max_seqlen_k=s.max_seqlen,
         ).view(num_samples, num_queries, tower.dim)
-        tokens = [self.output(pooled[:, :num_context])]
-        if tower.num_seeds:
-            tokens.append(self.compress(pooled[:, num_context:]))
-        if tower.num_recent:
-            recent, _ = jagged_last_k(s.values, s.offsets, tower.num_recent)
+        # One split and no two slices: the gradients are joined, not each laid in zeros and added.
+        found, *found_by_seeds = pooled.split([num_context, tower.num_seeds] if tower.num_seeds else num_context, dim=1)
+        tokens = [self.output(found), *(self.compress(x) for x in found_by_seeds)]
+        if recent is not None:
             tokens.append(recent.to(tokens[0].dtype))
         s_sum = torch.cat(tokens, dim=1)
         return self.gating(self.width(s_sum) if self._changes_width else s_sum)
@@ -145,10 +143,10 @@ class Cross(nn.Module):
         self.context = ContextSummary(config, tower, num_inputs)
         self.pooling = SequencePooling(config, tower)
 
-    def forward(self, x: Tensor, s: Jagged) -> CrossSummary:
-        """Context tokens (B, n, d) and normalised events (T, d_tower)."""
+    def forward(self, x: Tensor, s: Jagged, recent: Tensor | None) -> CrossSummary:
+        """Context tokens (B, n, d), normalised events (T, d_tower) and the latest of them (B, num_recent, d_tower)."""
         x_sum = self.context(x)
-        return CrossSummary(x_sum, self.pooling(x_sum, s))
+        return CrossSummary(x_sum, self.pooling(x_sum, s, recent))
 
     def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:
         """FLOPs by module."""
