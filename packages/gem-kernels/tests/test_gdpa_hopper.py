@@ -1,62 +1,13 @@
-"""Hopper's forward of GDPA: how it cuts a batch, when it is taken, and that it agrees with float64 on the GPU."""
-
-import itertools
-from dataclasses import dataclass
+"""Hopper's kernels of GDPA: their factors, when they are taken, and that they agree with float64 on the GPU."""
 
 import pytest
 import torch
 
 from gem_kernels import gdpa, reference
-from gem_kernels._src.attention.hopper import call as hopper_call
 from gem_kernels._src.attention.hopper.launch import portable_only
-from gem_kernels._src.attention.hopper.schedule import make_schedule
 from gem_kernels._src.attention.pairing import pair_sequences
 from gem_kernels._src.gdpa import hopper_activation, hopper_launch
 from gem_kernels.testing import assert_matches_oracle, attention_inputs, random_lengths, summation_floor
-
-
-def offsets_of(lengths):
-    return torch.tensor([0, *itertools.accumulate(lengths)])
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleCase:
-    id: str
-    lengths_q: tuple[int, ...]
-    lengths_k: tuple[int, ...]
-
-
-SCHEDULES = [
-    ScheduleCase(id="one", lengths_q=(5,), lengths_k=(3,)),
-    ScheduleCase(id="empty-sides", lengths_q=(0, 0, 3, 129), lengths_k=(1, 0, 0, 0)),
-    ScheduleCase(id="more-than-a-block", lengths_q=(5,) * 300, lengths_k=(3,) * 300),
-    ScheduleCase(id="mixed", lengths_q=(200,) * 90, lengths_k=(40, 64, 65, 256, 257, 900) * 15),
-    ScheduleCase(id="long", lengths_q=(3000, 1), lengths_k=(256, 5000)),
-]
-
-
-@pytest.mark.parametrize("max_tiles", [1, 8])
-@pytest.mark.parametrize("case", SCHEDULES, ids=lambda case: case.id)
-def test_chunks_cover_every_query_row_once_and_come_with_most_work_first(case, max_tiles, interpreter):
-    offsets_q, offsets_k = offsets_of(case.lengths_q), offsets_of(case.lengths_k)
-    schedule = make_schedule(
-        offsets_q, offsets_k, sum(case.lengths_q), tile_rows=128, resident_keys=256, max_tiles=max_tiles
-    )
-    count = int(schedule.num_chunks)
-    chunks = schedule.chunks[:count].tolist()
-    expected = []
-    for first_q, len_q, first_k, len_k in zip(
-        offsets_q.tolist()[:-1], case.lengths_q, offsets_k.tolist()[:-1], case.lengths_k, strict=True
-    ):
-        rows = 128 * max_tiles if len_k <= 256 else 128
-        expected += [[first_q + i, min(rows, len_q - i), first_k, len_k] for i in range(0, len_q, rows)]
-    assert sorted(chunks) == sorted(expected)
-    work = {row[2:][0]: 0 for row in chunks}
-    for _first_q, rows, first_k, len_k in chunks:
-        work[first_k] = max(work[first_k], rows * len_k)
-    order = [work[row[2]] for row in chunks]
-    if len(set(case.lengths_k)) == len(case.lengths_k):
-        assert order == sorted(order, reverse=True)
 
 
 def test_factors_taken_out_of_fast_gelu_are_those_of_its_scales(monkeypatch):
@@ -69,40 +20,6 @@ def test_factors_taken_out_of_fast_gelu_are_those_of_its_scales(monkeypatch):
     torch.testing.assert_close(act.value_scale * act.value.fn(x), expected)
     (slope,) = torch.autograd.grad(expected.sum(), x)
     torch.testing.assert_close(act.derivative_scale * act.derivative.fn(x), slope)
-
-
-def test_a_kernel_is_looked_up_once_for_each_kind_of_call(monkeypatch):
-    monkeypatch.setattr(hopper_call, "_compiled", {})
-    calls = []
-
-    class Kernel:
-        arg_names = ("x", "scale", "places", "D")
-
-        def __getitem__(self, grid):
-            def launch(*args, **constants):
-                calls.append(("looked up", grid, constants))
-                return Compiled()
-
-            return launch
-
-    class Compiled:
-        def __getitem__(self, grid):
-            return lambda *args: calls.append(("called", grid, args[1:]))
-
-    kernel, device = Kernel(), torch.device("cuda", 0)
-    rows = torch.zeros(33, dtype=torch.int64)
-    unaligned = rows[1:]
-    for arguments, constants in (
-        ((rows, 0.5, None), {"D": 64}),
-        ((rows[2:], 0.25, None), {"D": 64}),
-        ((unaligned, 0.5, None), {"D": 64}),
-        ((rows.int(), 0.5, None), {"D": 64}),
-        ((rows, 0.5, rows), {"D": 64}),
-        ((rows, 0.5, None), {"D": 128}),
-    ):
-        hopper_call.call(kernel, 7, arguments, constants, device)
-    assert [name for name, *_ in calls] == ["looked up", "called"] + ["looked up"] * 4
-    assert calls[1] == ("called", (7, 1, 1), (0.25, None, 64))
 
 
 def test_tensors_on_the_cpu_take_the_portable_kernel():
