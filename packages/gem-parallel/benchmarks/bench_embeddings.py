@@ -14,6 +14,7 @@ The dense model between the two is a node that hands over gradients made before;
 - `gem` starts from each feature's own tensors, too, checks every id and offset exactly, and raises.
 
 Steps go round eight batches. All batches of a shape have the same sizes, but for `ragged`, where bags have 0 to 39 ids.
+The tables of `dims` have 16, 64 and 128 columns in turn, which is one lookup for fbgemm and three for gem.
 `--profile` adds what a step does: launches and waits of the host, and time on the device (CUDA).
 """
 
@@ -42,18 +43,26 @@ class Shape:
     name: str
     num_tables: int
     num_rows: int
-    dim: int
+    dims: tuple[int, ...]
+    """Of the tables in turn."""
     ids_per_bag: int
     bags_per_sample: int = 1
     pooling: str = "sum"
     ragged: bool = False
 
+    @property
+    def table_dims(self) -> list[int]:
+        return [self.dims[index % len(self.dims)] for index in range(self.num_tables)]
+
 
 SHAPES = [
-    Shape(name="context", num_tables=26, num_rows=100_000, dim=64, ids_per_bag=1),
-    Shape(name="multivalued", num_tables=8, num_rows=200_000, dim=64, ids_per_bag=20),
-    Shape(name="history", num_tables=3, num_rows=200_000, dim=64, ids_per_bag=1, bags_per_sample=50, pooling="none"),
-    Shape(name="ragged", num_tables=8, num_rows=200_000, dim=64, ids_per_bag=20, ragged=True),
+    Shape(name="context", num_tables=26, num_rows=100_000, dims=(64,), ids_per_bag=1),
+    Shape(name="multivalued", num_tables=8, num_rows=200_000, dims=(64,), ids_per_bag=20),
+    Shape(
+        name="history", num_tables=3, num_rows=200_000, dims=(64,), ids_per_bag=1, bags_per_sample=50, pooling="none"
+    ),
+    Shape(name="dims", num_tables=26, num_rows=100_000, dims=(16, 64, 128), ids_per_bag=1),
+    Shape(name="ragged", num_tables=8, num_rows=200_000, dims=(64,), ids_per_bag=20, ragged=True),
 ]
 NUM_BATCHES = 8
 Inputs = list[tuple[torch.Tensor, torch.Tensor]]
@@ -121,7 +130,7 @@ class Step:
 def gem_forward(shape: Shape, batches: list[Inputs], device: str, kind: str) -> Forward:
     names = [f"t{index}" for index in range(shape.num_tables)]
     module = ShardedEmbeddings(
-        [TableConfig(name=name, num_rows=shape.num_rows, dim=shape.dim) for name in names],
+        [TableConfig(name=n, num_rows=shape.num_rows, dim=dim) for n, dim in zip(names, shape.table_dims, strict=True)],
         [FeatureConfig(name=name, table=name, pooling=shape.pooling) for name in names],
         optimizer=SparseOptimizerConfig(kind=kind),
         device=device,
@@ -150,7 +159,7 @@ def make_tbe(shape: Shape, device: str, kind: str, *, checked: bool) -> torch.nn
         else (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
     )
     tbe = SplitTableBatchedEmbeddingBagsCodegen(
-        [(shape.num_rows, shape.dim, *place)] * shape.num_tables,
+        [(shape.num_rows, dim, *place) for dim in shape.table_dims],
         optimizer=kinds[kind],
         learning_rate=0.01,
         pooling_mode=PoolingMode.NONE if shape.pooling == "none" else PoolingMode.SUM,
@@ -158,7 +167,7 @@ def make_tbe(shape: Shape, device: str, kind: str, *, checked: bool) -> torch.nn
         device=torch.device(device),
     )
     for weight in tbe.split_embedding_weights():
-        weight.normal_(std=shape.dim**-0.5)
+        weight.normal_(std=weight.shape[1] ** -0.5)
     return tbe
 
 
@@ -184,7 +193,7 @@ def tbe_inputs_forward(shape: Shape, batches: list[Inputs], device: str, kind: s
         rows = tbe(*joined(batches[number]))
         if shape.pooling == "none":
             return list(rows.split([values.numel() for values, _ in batches[number]]))
-        return list(rows.split(shape.dim, dim=1))
+        return list(rows.split(shape.table_dims, dim=1))
 
     return forward
 

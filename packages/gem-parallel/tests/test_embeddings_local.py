@@ -339,6 +339,8 @@ class Calls:
     forward: int
     backward: int
     policy: str = "error"
+    new_sizes: bool = False
+    """No batch before had as many ids per feature."""
 
 
 # fbgemm's module alone takes 7 and 1 for one dim and pooling. A batch costs 8 more: a copy, bounds, comparison, shifts,
@@ -348,6 +350,7 @@ CALLS = [
     Calls(id="26", features=((26, 64, "sum"),), forward=17, backward=2),
     Calls(id="26 dropped", features=((26, 64, "sum"),), forward=20, backward=2, policy="drop"),
     Calls(id="26 clamped", features=((26, 64, "sum"),), forward=17, backward=2, policy="clamp"),
+    Calls(id="26 of new sizes", features=((26, 64, "sum"),), forward=28, backward=2, new_sizes=True),
     Calls(id="means", features=((8, 64, "mean"),), forward=24, backward=3),
     Calls(id="histories", features=((3, 64, "none"),), forward=17, backward=2),
     Calls(id="histories and bags", features=((3, 64, "none"), (6, 64, "sum")), forward=17, backward=2),
@@ -366,6 +369,8 @@ def test_calls_of_the_dispatcher(case):
             batch[name] = torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3])
     module = ShardedEmbeddings(tables, features, optimizer=SparseOptimizerConfig(), id_policy=case.policy)
     module.lookup(module.exchange(batch))
+    if case.new_sizes:
+        batch["f0"] = torch.tensor([1, 2]), torch.tensor([0, 1, 2])
     with Ops(views=True) as forward:
         outputs = module.lookup(module.exchange(batch))
     grads = [torch.ones_like(each) for each in outputs.values()]

@@ -5,8 +5,8 @@ Everything here follows from how many ids and bags each feature has, so batches 
 One int64 tensor holds the batch: the values of all features, then all offsets. Each element has bounds: a value's are
 its table's rows; a feature's first offset is 0, its last the number of its values, the others lie between. So clamping
 finds every bad id and every offset that is out of place, and leaves what is safe to look up; what is left to check is
-that offsets do not fall. Up to ``MAX_EXPANDED`` elements the bounds of each are written out, so that one operator acts
-on all of them; of larger batches they are numbers of the host, with an operator per segment and no memory.
+that offsets do not fall. The bounds of each element are written out, so that one operator acts on all of them; those of
+large batches are numbers of the host, with an operator per segment and no memory (``MAX_EXPANDED``, ``CPU_EXPANDED``).
 
 Adding a shift to each element makes a value the row of its engine and an offset a position among the engine's values.
 The offsets of all pooled features in a row then are bags, once the first of the two is left out where one feature's end
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,11 +29,19 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["BatchLayout", "Bounds", "Check", "Segment", "Structure", "make_check"]
+__all__ = ["BatchLayout", "Bounds", "Check", "Segment", "Structure", "keep_latest", "make_check"]
 
 MAX_EXPANDED = 2**25
 """Elements whose bounds are written out: 24 bytes each, and nearly as many again while they are made, for which a batch
 of billions has no room."""
+
+CPU_EXPANDED = 128
+"""Likewise on the CPU, per segment: one more operator takes as long as to write the bounds of so many elements."""
+
+MAX_KEPT = 2**20
+"""Elements of what is kept for later batches."""
+
+Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +126,13 @@ def make_check(layout: BatchLayout, device: torch.device, *, drop: bool) -> Chec
     return Check(faults=faults, bad=bad, bad_values=bad[:split], falls=faults[length:], scratch=scratch)
 
 
+def keep_latest(kept: dict[Any, Kept], key: object, value: Kept, most: int) -> None:
+    """Add a value; the first of ``kept`` is the one longest unused."""
+    kept[key] = value
+    if len(kept) > most:
+        del kept[next(iter(kept))]
+
+
 class Structure:
     """What layouts of batches with the same features have in common.
 
@@ -156,21 +171,34 @@ class Structure:
             feature for part in self._parts for feature in range(part.first, part.first + part.num_single)
         ]
         self._runs = [run for run in self._run_order if run >= 0]
-        # The bags of one id have three segments, too, of which one is not empty.
-        self._run_feature = np.array([max(run, 0) for run in self._run_order], dtype=np.int64)
-        self._single_runs = [at for at, run in enumerate(self._run_order) if run < 0]
         self._sums = all(unit.sums for unit in units)
-        self._falls = len([part for part in self._parts if part.names]) > 1 or bool(self._single_runs)
-        # Rows: low, high, shift, table, length.
-        self._template = np.zeros((5, count + 3 * len(self._run_order)), dtype=np.int64)
+        self._falls = len([part for part in self._parts if part.names]) > 1 or len(self._runs) < len(self._run_order)
         slots = [
             (rows - 1, base, table)
             for unit, here in zip(units, present, strict=True)
             for rows, base, table, taken in zip(unit.num_rows, unit.bases, unit.tables, here, strict=True)
             if taken
         ]
-        self._template[1:4, :count] = np.array(slots).reshape(count, 3).T
-        self._template[4, count::3] = 1
+        self._constants = np.array([0, 1, *(number for slot in slots for number in slot)], dtype=np.int64)
+        self._kept_bags: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+        self._counts: dict[int, Tensor] = {}
+        self._sources = np.array(self._make_sources(count), dtype=np.int64).T.copy()
+
+    def _make_sources(self, count: int) -> list[tuple[int, int, int, int, int]]:
+        """Where (low, high, shift, table, length) of each segment stand in the constants and ``lay_out``'s numbers."""
+        zero, one, first = 0, 1, 2 + 3 * count
+        value, shift, end, between, last = (range(first + at * count, first + (at + 1) * count) for at in range(5))
+        found = [(zero, 2 + 3 * at, 3 + 3 * at, 4 + 3 * at, value[at]) for at in range(count)]
+        for run in self._run_order:
+            if run >= 0:
+                found.append((zero, zero, shift[run], zero, one))
+                found.append((zero, value[run], shift[run], zero, between[run]))
+                found.append((end[run], end[run], shift[run], zero, last[run]))
+            else:
+                # As many as the unit has values before its first pooled feature; three segments, too.
+                single = shift[self._parts[~run].pooled[0]]
+                found += [(zero,) * 5, (zero, single, zero, zero, single), (zero,) * 5]
+        return found
 
     @property
     def names(self) -> list[str]:
@@ -187,110 +215,112 @@ class Structure:
         """Index in ``names`` of each feature, in order of their offsets."""
         return self._runs
 
-    def lay_out(self, num_values: Sequence[int], num_offsets: Sequence[int]) -> BatchLayout:
+    def lay_out(self, num_values: Sequence[int], num_offsets: Sequence[int], stream: int = 0) -> BatchLayout:
         """The layout of a batch whose features have so many values and offsets; P of each.
+
+        Args:
+            num_values: In order of unit and slot.
+            num_offsets: Likewise.
+            stream: Which stream is current; the layout is used on no other.
 
         Raises:
             ValueError: more ids or bags than one lookup can take.
         """
         import numpy as np
 
-        for part in self._parts:
-            part.check(num_values, num_offsets)
+        sizes = [part.sizes(num_values, num_offsets) for part in self._parts]
         values = np.array(num_values, dtype=np.int64)
         offsets = np.array(num_offsets, dtype=np.int64)
         starts = values.cumsum() - values
         # Among the unit's values.
-        shifts = starts - starts[self._first]
-        ends = values * (offsets > 1)
-        count, of = len(values), self._run_feature
-        table = self._template.copy()
-        runs = table[:, count:].reshape(5, len(of), 3)
-        table[4, :count] = values
-        runs[1, :, 1] = values[of]
-        runs[0, :, 2] = runs[1, :, 2] = ends[of]
-        runs[2] = shifts[of, None]
-        run_offsets = offsets[of]
-        runs[4, :, 1] = np.maximum(run_offsets - 2, 0)
-        runs[4, :, 2] = np.minimum(run_offsets - 1, 1)
-        singles = [int(shifts[part.pooled[0]]) for part in self._parts if part.mixed]
-        for single, at in zip(singles, self._single_runs, strict=True):
-            runs[:, at] = 0
-            runs[1, at, 1] = runs[4, at, 1] = single
-        np.cumsum(table[4], out=table[4])
-        length, total = int(table[4, -1]), int(table[4, count - 1])
-        seams = [part.seams(num_values, num_offsets) for part in self._parts]
-        bounds, number, kept = self._expand(table, count, seams)
-        segments = self._segments(table) if bounds is None else []
-        units = [
-            part.place(num_values, num_offsets, start, each, self._device)
-            for part, start, each in zip(self._parts, self._unit_starts(starts, total), kept, strict=True)
-        ]
+        shifts = starts - starts.take(self._first)
+        last = np.minimum(offsets - 1, 1)
+        ends = values * last
+        numbers = (self._constants, values, shifts, ends, np.maximum(offsets - 2, 0), last)
+        table = np.concatenate(numbers).take(self._sources)
+        table[4].cumsum(out=table[4])
+        length, total = int(table[4, -1]), int(table[4, len(values) - 1])
+        bounds, number = self._expand(table, len(values), stream)
+        units, parts, start = [], [], 0
+        for part, each in zip(self._parts, sizes, strict=True):
+            single = part.num_mixed(each)
+            unit = part.place(
+                each,
+                sum(num_values[part.first : part.end]),
+                start,
+                kept=self._kept(part.seams(each), stream),
+                counting=self._counting(single, stream) if single else None,
+            )
+            units.append(unit)
+            parts += part.split(each)
+            start += unit.num_values
         bags = [unit.num_offsets for unit in units]
         return BatchLayout(
             units=units,
             parts=[*(unit.num_values for unit in units), *bags, length - total - sum(bags)],
             bounds=bounds,
-            segments=segments,
+            segments=self._segments(table) if bounds is None else [],
             table=number,
             num_elements=length,
             num_values=total,
-            num_falls=self._count_falls(shifts, shifts + ends, singles) if self._falls else 0,
-            impossible=bool((ends < values).any()),
+            num_falls=self._count_falls(shifts.tolist(), (shifts + ends).tolist()) if self._falls else 0,
+            impossible=min(num_offsets) == 1 and bool((ends < values).any()),
             pairs=partial(self._pairs, table[4]),
             outputs=self._outputs,
             outputs_at=self._outputs_at,
-            sizes=[sizes for part, unit in zip(self._parts, units, strict=True) for sizes in part.sizes(unit)],
+            sizes=parts,
             whole=all(unit.counting is None for unit in units),
         )
 
-    def _unit_starts(self, starts: NDArray[np.int64], total: int) -> list[int]:
-        """First value of each unit."""
-        return [int(starts[part.first]) if part.names else total for part in self._parts]
-
-    def _expand(
-        self, table: NDArray[np.int64], count: int, seams: Sequence[Sequence[int]]
-    ) -> tuple[Bounds | None, Tensor | None, list[Tensor | None]]:
-        """Per element of the batch and per bag of each unit, of what is known per segment and per feature.
+    def _expand(self, table: NDArray[np.int64], count: int, stream: int) -> tuple[Bounds | None, Tensor | None]:
+        """The bounds of each element, and the number of each value's table, of what is known per segment.
 
         Args:
             table: Of segments; its last row says where each ends.
             count: Segments that are values.
-            seams: ``UnitPart.seams`` of each unit.
-
-        Returns:
-            The bounds; the numbers of the values' tables; and ``UnitLayout.kept`` of each unit.
+            stream: Current stream.
         """
+        length, total = int(table[4, -1]), int(table[4, count - 1])
+        most = MAX_EXPANDED if self._device.type == "cuda" else min(MAX_EXPANDED, CPU_EXPANDED * table.shape[1])
+        if length <= most:
+            segments = _to_device(table, self._device)
+            which = torch.searchsorted(segments[4], self._counting(length, stream), right=True)
+            low, high, shift, *number = segments[: 3 if self._sums else 4].index_select(1, which).unbind()
+            return Bounds(low=low, high=high, shift=shift), number[0][:total] if number else None
+        if self._sums:
+            return None, None
+        tables = torch.empty(total, dtype=torch.int64, device=self._device)
+        start = 0
+        for end, each in zip(table[4, :count].tolist(), table[3].tolist(), strict=False):
+            tables[start:end].fill_(each)
+            start = end
+        return None, tables
+
+    def _kept(self, seams: tuple[int, ...], stream: int) -> Tensor | None:
+        """``UnitLayout.kept``; mostly that of the batch before, whose bags were as many."""
         import numpy as np
 
-        length, total = int(table[4, -1]), int(table[4, count - 1])
-        # Of a large batch the tables' numbers only.
-        large = length > MAX_EXPANDED
-        columns = slice(count if large else None)
-        rows = slice(3 if self._sums else 4)
-        used = table[:, columns]
-        numbers = np.concatenate([used.ravel(), *(np.array(each, dtype=np.int64) for each in seams)])
-        small = _to_device(numbers, self._device)
-        segments, *ends = small.split([used.size, *(len(each) for each in seams)])
-        segments = segments.view(used.shape)
-        expanded = 0 if large and self._sums else total if large else length
-        longest = max([expanded, *(each[-1] + 1 for each in seams if each)])
-        elements = torch.arange(longest, device=self._device)
-        kept: list[Tensor | None] = []
-        for each, end in zip(seams, ends, strict=True):
-            if not each:
-                kept.append(None)
-                continue
+        if not seams:
+            return None
+        key = stream, seams
+        kept = self._kept_bags.pop(key, None)
+        if kept is None:
             # One is left out at each seam; the last bag's end comes after them all.
-            places = elements[: each[-1] + 1]
-            kept.append(torch.searchsorted(end[:-1], places, right=True).add_(places))
-        if not expanded:
-            return None, None, kept
-        which = torch.searchsorted(segments[4], elements[:expanded], right=True)
-        if large:
-            return None, segments[3].index_select(0, which), kept
-        low, high, shift, *number = segments[rows].index_select(1, which).unbind()
-        return Bounds(low=low, high=high, shift=shift), number[0][:total] if number else None, kept
+            starts = _to_device(np.array(seams[:-1], dtype=np.int64), self._device)
+            places = self._counting(seams[-1] + 1, stream)
+            kept = torch.searchsorted(starts, places, right=True).add_(places)
+        if kept.numel() <= MAX_KEPT:
+            keep_latest(self._kept_bags, key, kept, 2 * len(self._parts))
+        return kept
+
+    def _counting(self, num: int, stream: int) -> Tensor:
+        """0, 1, ... (num,), made on the current stream."""
+        found = self._counts.get(stream)
+        if found is None or found.numel() < num:
+            found = torch.arange(num if num > MAX_KEPT else 2 * num, device=self._device)
+            if num <= MAX_KEPT:
+                self._counts[stream] = found
+        return found[:num]
 
     @staticmethod
     def _segments(table: NDArray[np.int64]) -> list[Segment]:
@@ -298,16 +328,15 @@ class Structure:
         low, high, shift = table[:3].tolist()
         return [Segment(*each) for each in zip([0, *ends[:-1]], ends, low, high, shift, strict=True)]
 
-    def _count_falls(self, firsts: NDArray[np.int64], lasts: NDArray[np.int64], singles: Sequence[int]) -> int:
+    def _count_falls(self, firsts: Sequence[int], lasts: Sequence[int]) -> int:
         """How often the last offset of a run lies above the first of the next."""
-        remaining = iter(singles)
         falls, before = 0, 0
         for run in self._run_order:
             if run < 0:
-                single = next(remaining)
+                single = firsts[self._parts[~run].pooled[0]]
                 first, last = (0, single - 1) if single else (before, before)
             else:
-                first, last = int(firsts[run]), int(lasts[run])
+                first, last = firsts[run], lasts[run]
             falls += first < before
             before = last
         return falls
@@ -324,7 +353,7 @@ class Structure:
 
 
 def _to_device(numbers: NDArray[np.int64], device: torch.device) -> Tensor:
-    """The host does not wait."""
+    """A copy on ``device``, or on the CPU the same memory; the host does not wait."""
     if device.type != "cuda":
         return torch.from_numpy(numbers).to(device)
     pinned = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=True)

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from gem_parallel._src.embeddings.batch_layout import BatchLayout, Check, Structure, make_check
+from gem_parallel._src.embeddings.batch_layout import BatchLayout, Check, Structure, keep_latest, make_check
 from gem_parallel._src.embeddings.config import FeatureConfig, IdPolicy
 from gem_parallel._src.embeddings.hashing import hash_ids
 from gem_parallel._src.embeddings.ids import BatchIds, flatten_ids
@@ -35,8 +35,6 @@ MAX_ORDERS = 16
 INT64 = {torch.int64}
 PAIR = {2}
 DTYPE = attrgetter("dtype")
-
-Kept = TypeVar("Kept")
 
 
 class FlatBatch:
@@ -215,9 +213,9 @@ class Flattener:
             num_values, num_offsets = key[2][: order.num], key[2][order.num :]
             if min(num_offsets) == 0:
                 self._refuse(ids)
-            layout = order.structure.lay_out(num_values, [num_offsets[at] for at in order.offsets_at])
+            layout = order.structure.lay_out(num_values, [num_offsets[at] for at in order.offsets_at], key[0])
         if layout.num_elements <= MAX_LAYOUT_ELEMENTS:
-            _keep(self._layouts, key, layout, MAX_LAYOUTS)
+            keep_latest(self._layouts, key, layout, MAX_LAYOUTS)
         return layout
 
     def _order(self, ids: Mapping[str, tuple[Tensor, Tensor]], names: tuple[str, ...]) -> _Order:
@@ -239,7 +237,7 @@ class Flattener:
             offsets_at=[runs.index(feature) for feature in range(len(runs))],
             hashed=[(at, self._hashed[name]) for at, name in enumerate(structure.names) if name in self._hashed],
         )
-        _keep(self._orders, names, order, MAX_ORDERS)
+        keep_latest(self._orders, names, order, MAX_ORDERS)
         return order
 
     def _refuse(self, ids: Mapping[str, tuple[Tensor, Tensor]]) -> NoReturn:
@@ -250,10 +248,3 @@ class Flattener:
         """The batch feature by feature, with what is wrong with it."""
         pairs = {name: (given[start:end], given[first:last]) for name, start, end, first, last in layout.pairs()}
         return flatten_ids(pairs, self._groups, self._features, policy=self._policy, device=self._device)
-
-
-def _keep(kept: dict[Any, Kept], key: object, value: Kept, most: int) -> None:
-    """Add a value; the first of ``kept`` is the one longest unused."""
-    kept[key] = value
-    if len(kept) > most:
-        del kept[next(iter(kept))]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import torch
 from torch import Tensor
 
 from gem_parallel._src.embeddings.layout import FeatureSlot
@@ -73,49 +72,51 @@ class UnitPart:
         self.pooled = range(self.first + self.num_single, self.end)
         self.dim, self.max_bags, self.sums = unit.dim, unit.max_bags, unit.sums
 
-    def check(self, num_values: Sequence[int], num_offsets: Sequence[int]) -> None:
-        """Raise if these are more ids or bags than one lookup can take; of all features of the batch."""
-        check_num_ids(self.dim, self.names, sum(num_values[self.first : self.end]))
-        pooled = [num_offsets[feature] - 1 for feature in self.pooled]
-        single = sum(num_values[self.first : self.first + self.num_single]) if pooled else 0
-        check_num_bags(self.dim, self.names, single + sum(pooled), self.max_bags)
+        self._before_means = self.num_single + self.num_sums
 
-    def seams(self, num_values: Sequence[int], num_offsets: Sequence[int]) -> list[int]:
-        """Output row at which each pooled feature but the first begins, then the number of all; [] if there is none."""
-        if len(self.pooled) < 2:
-            return []
-        sizes = [sum(num_values[self.first : self.first + self.num_single])]
-        sizes += [num_offsets[feature] - 1 for feature in self.pooled]
-        return list(accumulate(sizes))[1:]
+    def sizes(self, num_values: Sequence[int], num_offsets: Sequence[int]) -> list[int]:
+        """Output rows of each feature, of the numbers of all features of the batch.
+
+        Raises:
+            ValueError: more ids or bags than one lookup can take.
+        """
+        check_num_ids(self.dim, self.names, sum(num_values[self.first : self.end]))
+        sizes = [*num_values[self.first : self.first + self.num_single]]
+        if self.pooled:
+            sizes += [num_offsets[feature] - 1 for feature in self.pooled]
+            check_num_bags(self.dim, self.names, sum(sizes), self.max_bags)
+        return sizes
+
+    def seams(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Output row at which each pooled feature but the first begins, then the number of all; () if there is none."""
+        return tuple(accumulate(sizes))[self.num_single :] if len(self.pooled) > 1 else ()
+
+    def num_mixed(self, sizes: Sequence[int]) -> int:
+        """Bags of one id beside others."""
+        return sum(sizes[: self.num_single]) if self.mixed else 0
+
+    def split(self, sizes: list[int]) -> list[list[int]]:
+        """Output rows of the features that are no means, then of those that are; what is empty is left out."""
+        if not self.has_means:
+            return [sizes] if sizes else []
+        first = self._before_means
+        return [sizes[:first], sizes[first:]] if first else [sizes]
 
     def place(
-        self,
-        num_values: Sequence[int],
-        num_offsets: Sequence[int],
-        start: int,
-        kept: Tensor | None,
-        device: torch.device,
+        self, sizes: list[int], num_values: int, start: int, *, kept: Tensor | None, counting: Tensor | None
     ) -> UnitLayout:
         """The unit's layout, whose first value is ``start``."""
-        count = sum(num_values[self.first : self.end])
-        sizes = list(num_values[self.first : self.first + self.num_single])
-        single = sum(sizes) if self.mixed else 0
-        sizes += [num_offsets[feature] - 1 for feature in self.pooled]
+        num_outputs = sum(sizes)
         return UnitLayout(
             names=self.names,
-            values=slice(start, start + count),
-            num_values=count,
-            num_offsets=single + sum([num_offsets[feature] for feature in self.pooled]),
+            values=slice(start, start + num_values),
+            num_values=num_values,
+            num_offsets=num_outputs + len(self.pooled) if self.pooled else 0,
             kept=kept,
-            counting=torch.arange(single, device=device) if single else None,
+            counting=counting,
             sizes=sizes,
-            num_outputs=sum(sizes),
-            num_before_means=sum(sizes[: self.num_single + self.num_sums]),
+            num_outputs=num_outputs,
+            num_before_means=sum(sizes[: self._before_means]) if self.has_means else num_outputs,
             has_means=self.has_means,
-            means_only=self.has_means and self.num_single + self.num_sums == 0,
+            means_only=self.has_means and not self._before_means,
         )
-
-    def sizes(self, layout: UnitLayout) -> list[list[int]]:
-        """Output rows of the features that are no means, then of those that are; what is empty is left out."""
-        first = self.num_single + self.num_sums
-        return [sizes for sizes in (layout.sizes[:first], layout.sizes[first:]) if sizes]
