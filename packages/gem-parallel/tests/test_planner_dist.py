@@ -211,6 +211,19 @@ def test_the_prediction_depends_on_the_wire():
     assert plan_record(wired)["workload"]["param_wire"] == "byte"
 
 
+def test_a_wire_is_a_change_where_gathers_are_waited_for():
+    unit = DenseUnit(name="wide", shapes=((8192, 8192),), gemm_flops=1e6)
+    model = ModelDescription(name="wide", units=(unit,))
+    dims = ParallelDims.for_world(64)
+    work = Workload(samples_per_rank=1, gather_bytes=2)
+    report = explain(model, Topology(hosts_per_zone=8), dims, work, wires=(ByteWire(),))
+    (found,) = (change for change in report.changes if change.name == "gather parameters as byte")
+    assert found.seconds < 0.95 * report.step.seconds
+    wired = explain(model, Topology(hosts_per_zone=8), dims, replace(work, param_wire=ByteWire()), wires=(ByteWire(),))
+    assert wired.step.seconds == found.seconds
+    assert not any("byte" in change.name for change in wired.changes)
+
+
 def by_kind(calls, kind):
     return [(sent, received) for found, sent, received in calls if found == kind]
 

@@ -13,7 +13,7 @@ from gem_train.cli.output import complain, say
 from gem_train.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gem_parallel import ParallelDims, Topology
+    from gem_parallel import ParallelDims, ParamWire, Topology
     from gem_parallel.planner import Hardware, ModelDescription, Workload
 
 __all__ = ["run_explain", "run_sweep"]
@@ -55,6 +55,7 @@ def run_explain(args: argparse.Namespace) -> int:
         inputs.workload,
         hardware=inputs.hardware,
         strategy=args.placement or "size",
+        wires=_wires(args.precision),
     )
     say(json.dumps(plan_record(report)) if args.json else format_plan(report))
     if args.picture is not None:
@@ -62,6 +63,17 @@ def run_explain(args: argparse.Namespace) -> int:
 
         complain(f"picture: {draw_plan(report, args.picture)}")
     return 0
+
+
+def _wires(precision: str | None) -> tuple[ParamWire, ...]:
+    """Forms of parameters between ranks that a change may be."""
+    from gem_train.recipes import ParallelConfig
+
+    try:
+        wire = ParallelConfig(dense_wire="mxfp8").param_wire(precision or "bf16")
+    except ConfigError:  # a plan of numbers needs no gem-precision
+        return ()
+    return () if wire is None else (wire,)
 
 
 def run_sweep(args: argparse.Namespace) -> int:

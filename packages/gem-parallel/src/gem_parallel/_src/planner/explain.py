@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from gem_parallel._src.mesh import ParallelDims
+from gem_parallel._src.param_wire import ParamWire
 from gem_parallel._src.planner.description import ModelDescription, SparseTable, TableKind, Workload
 from gem_parallel._src.planner.hardware import Hardware, Rate
 from gem_parallel._src.planner.locations import check_host_memory, check_locations, locate_tables
@@ -126,6 +127,7 @@ def explain(
     kinds: Sequence[TableKind] = ("table_wise", "row_wise"),
     changes: bool = True,
     tables: TablePlan | None = None,
+    wires: Sequence[ParamWire] = (),
 ) -> PlanReport:
     """Predict a step without a GPU or a process.
 
@@ -142,6 +144,7 @@ def explain(
         kinds: What the placement may choose under ``cost``.
         changes: Whether to search for what would help most.
         tables: The placement, if it was made before, by ``place_tables`` with the same arguments.
+        wires: Forms of parameters between ranks to try among the changes.
 
     Raises:
         ValueError: another number of GPUs than ranks, more ranks of ep than experts, more rows of a table on one rank
@@ -233,10 +236,12 @@ def explain(
         terms=tuple(terms),
         changes=(),
     )
-    return replace(report, changes=_changes(report, strategy, kinds)) if changes else report
+    return replace(report, changes=_changes(report, strategy, kinds, wires)) if changes else report
 
 
-def _changes(report: PlanReport, strategy: Strategy, kinds: Sequence[TableKind]) -> tuple[Change, ...]:
+def _changes(
+    report: PlanReport, strategy: Strategy, kinds: Sequence[TableKind], wires: Sequence[ParamWire]
+) -> tuple[Change, ...]:
     """Predict every neighbour of a plan; keep the shorter ones."""
     model, topology, dims, workload = report.model, report.topology, report.dims, report.workload
 
@@ -266,6 +271,10 @@ def _changes(report: PlanReport, strategy: Strategy, kinds: Sequence[TableKind])
         tries[name] = lambda: predict(hardware=fused)
     if workload.gather_bytes == 4:
         tries["gather parameters in bfloat16"] = lambda: predict(workload=replace(workload, gather_bytes=2))
+    for wire in wires if workload.param_wire is None else ():
+        tries[f"gather parameters as {wire.name}"] = lambda wire=wire: predict(  # type: ignore[misc]
+            workload=replace(workload, param_wire=wire)
+        )
     if workload.reduce_bytes == 4:
         tries["reduce gradients in bfloat16"] = lambda: predict(workload=replace(workload, reduce_bytes=2))
     if workload.row_bytes == 4 and model.tables:
