@@ -248,7 +248,7 @@ def rank_refusals(rank, world_size, folder):
         lambda: parallelize(net, ParallelPlan(shard_units=()), mesh),
         lambda: parallelize(make_net(), ParallelPlan(shard_units=()), mesh.sparse),
         lambda: parallelize(make_net(), ParallelPlan(shard_units=()), mesh, collectives="default"),
-        lambda: ExpertParallel([nn.Linear(1, 1)] * 2, mesh),
+        lambda: ExpertParallel([nn.Linear(1, 1) for _ in range(2)], mesh),
         lambda: choose_collectives(dist.group.WORLD, "warp" if rank else "default"),
         lambda: choose_collectives(dist.group.WORLD, "auto" if rank else "default"),
     ):
