@@ -83,22 +83,25 @@ def test_the_fused_feed_forward_is_the_plain_one_in_float64(two_towers, calls, m
     assert calls == ["GDPA"]
 
 
-def test_bfloat16_is_as_near_to_float64_as_the_plain_computation(two_towers, calls, monkeypatch):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_bfloat16_is_as_near_to_float64_as_the_plain_computation(two_towers, calls, monkeypatch, device):
     torch.manual_seed(0)
+    monkeypatch.setattr(fused, "_DEVICES", (device,))
     tower = two_towers.sequences[0]
     module = PersonalizedFeedForward(tower).double()
     offsets = torch.tensor([0, 30, 30, 400])
     s, x_sum = torch.randn(400, tower.dim), torch.randn(3, tower.num_context_tokens, tower.dim)
 
-    def run(dtype):
-        events, context = s.to(dtype).requires_grad_(), x_sum.to(dtype).requires_grad_()
-        candidate = copy.deepcopy(module).to(dtype)
-        out = candidate(Jagged(events, offsets, 370), F.layer_norm(events, (tower.dim,)), context)
-        return out, *torch.autograd.grad(out.sin().sum(), [events, context, *candidate.parameters()])
+    def run(dtype, device):
+        events, context = (x.to(device, dtype).requires_grad_() for x in (s, x_sum))
+        candidate = copy.deepcopy(module).to(device, dtype)
+        out = candidate(Jagged(events, offsets.to(device), 370), F.layer_norm(events, (tower.dim,)), context)
+        results = out, *torch.autograd.grad(out.sin().sum(), [events, context, *candidate.parameters()])
+        return [x.cpu() for x in results]
 
-    exact = plainly(monkeypatch, run, torch.float64)
-    plain = plainly(monkeypatch, run, torch.bfloat16)
-    for x, y, z in zip(run(torch.bfloat16), plain, exact, strict=True):
+    exact = plainly(monkeypatch, run, torch.float64, "cpu")
+    plain = plainly(monkeypatch, run, torch.bfloat16, device)
+    for x, y, z in zip(run(torch.bfloat16, device), plain, exact, strict=True):
         assert x.dtype == torch.bfloat16
         assert (x.double() - z).norm() <= 1.2 * (y.double() - z).norm()
     assert calls == ["GDPA"]

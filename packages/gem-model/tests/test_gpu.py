@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from gem_model import RankingModel, random_batch
+from gem_model import RankingModel, compile_units, random_batch
 
 pytestmark = pytest.mark.gpu
 
@@ -94,11 +94,17 @@ def test_forward_does_not_wait_for_the_device(config):
 
 
 @pytest.mark.slow
-def test_compiled_gradients_match_eager(tiny):
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("parts", ["whole", "units"])
+def test_compiled_gradients_match_eager(tiny, parts):
     model, batch, embeddings = on_gpu(*make(tiny))
     torch.compiler.reset()
     results = []
-    for forward in (model, torch.compile(model, fullgraph=True)):
+    for forward in ("eager", "compiled"):
+        if forward == "eager":
+            forward = model
+        else:
+            forward = torch.compile(model, fullgraph=True) if parts == "whole" else compile_units(model)
         model.zero_grad()
         outputs = forward(batch, embeddings)
         model.loss(outputs, batch).total.backward()
