@@ -1,5 +1,7 @@
 """Plans: unit selection, and refusals that need no process group."""
 
+import sys
+
 import pytest
 import torch
 from param_wires import ByteWire
@@ -7,6 +9,7 @@ from torch import nn
 
 from gem_parallel import ParallelDims, ParallelPlan, parallelize
 from gem_parallel._src.fsdp import defer_all_reduce, inner_first, running_order
+from gem_parallel._src.param_wire import check_torch
 
 
 class Block(nn.Module):
@@ -99,6 +102,15 @@ def test_build_mesh_needs_a_process_group():
         ParallelDims().build_mesh("cpu")
     with pytest.raises(ValueError, match="`device_type` must be 'cpu' or 'cuda', got 'tpu'"):
         ParallelDims().build_mesh("tpu")
+
+
+def test_a_torch_that_the_hooks_do_not_fit_is_refused_by_its_version(monkeypatch):
+    check_torch("parallelize")
+    monkeypatch.setitem(sys.modules, "gem_parallel._src.wired_param", None)
+    with pytest.raises(
+        RuntimeError, match=r"parallelize: `plan\.param_wire` needs FSDP2 as torch 2\.11 to .* got torch"
+    ):
+        check_torch("parallelize")
 
 
 PLAN = ParallelPlan(shard_units=())

@@ -16,7 +16,7 @@ from gem_parallel._src.collectives.base import Collectives
 from gem_parallel._src.collectives.fully_shard import set_fully_shard_collectives
 from gem_parallel._src.experts import ExpertParallel
 from gem_parallel._src.mesh import ParallelMesh
-from gem_parallel._src.param_wire import ParamWire, check_parameters, check_wire, set_param_wire
+from gem_parallel._src.param_wire import ParamWire, check_parameters, check_torch, check_wire, set_param_wire
 
 __all__ = ["ParallelPlan", "defer_all_reduce", "parallelize"]
 
@@ -168,6 +168,7 @@ def parallelize(
         ValueError: a pattern that matches no module, ``reshard_after_forward`` ranks that do not divide the shard
             group, an ``ExpertParallel`` of another degree than ep, a unit that is sharded already, or a
             ``plan.param_wire`` that covers no parameter or one of a dtype that it does not take.
+        RuntimeError: a ``plan.param_wire`` with a torch whose FSDP2 it does not fit.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"parallelize: `module` must be an nn.Module, got {type(module).__name__}; pass the model")
@@ -185,6 +186,7 @@ def parallelize(
     units = running_order(module, plan.shard_units)
     units, expert = _with_experts(module, units, mesh)
     if plan.param_wire is not None:
+        check_torch("parallelize")
         check_parameters("parallelize", module, plan.param_wire, plan.param_dtype)
     elif mesh.dense.size() == 1:
         return module

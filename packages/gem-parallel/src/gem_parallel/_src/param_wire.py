@@ -1,20 +1,13 @@
-"""Parameters of low precision on the wire: what FSDP2's all-gather carries instead of the dtype of compute.
-
-FSDP2 asks a shard that has ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` what to send and what to make of what
-came. Those hooks usually sit on a tensor subclass that the parameter then is. Here they sit on FSDP's own view of the
-padded shard: parameters, optimizer states and checkpoints stay plain DTensors, and nothing that replaces a parameter's
-data can lose the hooks without a word.
-"""
+"""Parameters of low precision on the wire: what FSDP2's all-gather carries instead of the dtype of compute."""
 
 from __future__ import annotations
 
+import importlib
 import math
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 __all__ = ["ParamWire", "check_parameters", "check_wire", "set_param_wire", "travels_encoded"]
 
@@ -112,80 +105,29 @@ def travels_encoded(wire: ParamWire, shape: tuple[int, ...], num_shards: int) ->
     return held >= shape[0] or held * math.prod(shape[1:-1]) % wire.rows_per_block == 0
 
 
-class _WiredParam(FSDPParam):
-    """FSDP's keeper of one parameter, with the hooks of a wire on the padded shard that is gathered."""
-
-    wire: ParamWire
-
-    @property
-    def _sharded_local_tensor(self) -> Tensor:
-        shard: Any = self._sharded_param_data.view(self.padded_sharded_param_size)
-        shard.fsdp_pre_all_gather = self._before
-        shard.fsdp_post_all_gather = self._after
-        return shard  # type: ignore[no-any-return]
-
-    def _encoded(self) -> bool:
-        num_shards = self.shard_mesh.size()
-        return travels_encoded(self.wire, tuple(self._orig_size), num_shards)
-
-    @torch.no_grad()
-    def _before(
-        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], None]:
-        columns = outer_size[-1]
-        values = self._sharded_param_data.view(-1, columns).to(self.param_dtype or self.orig_dtype)
-        if not self._encoded():
-            return (values,), None
-        rows = self.wire.encode(values)
-        expected = (values.shape[0], self.wire.row_bytes(columns))
-        if rows.dtype != torch.uint8 or tuple(rows.shape) != expected or not rows.is_contiguous():
-            raise ValueError(
-                f"fully_shard: `encode` of `plan.param_wire` must return contiguous uint8 of shape {expected} for "
-                f"{tuple(values.shape)}, got {rows.dtype} {tuple(rows.shape)}; its row_bytes says so"
-            )
-        return (rows,), None
-
-    @torch.no_grad()
-    def _after(
-        self, outputs: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        (gathered,) = outputs
-        columns = self._orig_size[-1]
-        # The last shards are padded.
-        rows = gathered[: math.prod(self._orig_size[:-1])]
-        values = self.wire.decode(rows, columns, param_dtype) if self._encoded() else self.wire.round(rows)
-        # FSDP would keep what came beside what it became.
-        gathered.untyped_storage().resize_(0)
-        if out is None:
-            return values.view(self._orig_size), (values,)
-        if out.is_inference():
-            out.copy_(values.view(self._orig_size))
-        else:
-            # Autograd has saved this parameter in forward; its values are the same again.
-            with torch.autograd._unsafe_preserve_version_counter(out):  # type: ignore[attr-defined]
-                out.copy_(values.view(self._orig_size))
-        return None
-
-
-def set_param_wire(module: nn.Module, wire: ParamWire) -> int:
-    """Let the parameters of a sharded module travel in a form of their own.
+def set_param_wire(module: nn.Module, wire: ParamWire) -> None:
+    """Let the parameters of a sharded module travel in a form of their own, after ``check_torch``.
 
     Args:
         module: Its units are sharded by ``fully_shard`` and have not run yet.
         wire: The form.
-
-    Returns:
-        Number of parameters that it covers.
     """
-    count = 0
-    for unit in module.modules():
-        if not isinstance(unit, FSDPModule):
-            continue
-        group = unit._get_fsdp_state()._fsdp_param_group
-        for parameter in group.fsdp_params if group is not None else ():
-            if parameter.sharded_param.is_floating_point() and wire.covers(tuple(parameter._orig_size)):
-                parameter.__class__ = _WiredParam
-                parameter.wire = wire  # type: ignore[attr-defined]
-                parameter._init_extensions()
-                count += 1
-    return count
+    from gem_parallel._src.wired_param import wire_parameters
+
+    wire_parameters(module, wire)
+
+
+def check_torch(owner: str) -> None:
+    """Refuse a torch whose FSDP2 the hooks do not fit.
+
+    Raises:
+        RuntimeError: names the version.
+    """
+    try:
+        # What it stands on is not public: a later torch without it must not break what needs no wire.
+        importlib.import_module("gem_parallel._src.wired_param")
+    except (AttributeError, ImportError) as error:
+        raise RuntimeError(
+            f"{owner}: `plan.param_wire` needs FSDP2 as torch 2.11 to 2.13 have it, got torch {torch.__version__} "
+            f"({error}); leave it out, or install one of these"
+        ) from error
