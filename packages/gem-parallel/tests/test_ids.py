@@ -1,6 +1,7 @@
 """Bad ids, bad offsets, bad arguments: what is refused, dropped, clamped and counted."""
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 import pytest
 import torch
@@ -240,7 +241,10 @@ def test_optimizer_refuses(arguments, text):
 
 
 @pytest.mark.parametrize("argument", ["learning_rate", "eps", "beta1", "beta2", "weight_decay"])
-@pytest.mark.parametrize(("value", "name"), [(True, "bool True"), ("0.1", "str '0.1'"), (None, "NoneType None")])
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [(True, "bool True"), ("0.1", "str '0.1'"), (None, "NoneType None"), (Fraction(1, 2), r"Fraction .*pass a float")],
+)
 def test_optimizer_takes_numbers(argument, value, name):
     with pytest.raises(TypeError, match=f"SparseOptimizerConfig: `{argument}` must be a number, got {name}"):
         SparseOptimizerConfig(kind="adam", **{argument: value})

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gem_parallel._src.collectives.base import DefaultCollectives
 from gem_parallel._src.mesh import ParallelMesh
 
-__all__ = ["agree", "check_group", "check_mesh", "check_number", "group_device", "runs_on_host"]
+__all__ = ["agree", "check_group", "check_mesh", "group_device", "runs_on_host"]
 
 _FIRST = 24
 """Numbers that travel with the first word; what is more follows once the ranks know how many it is."""
@@ -39,12 +39,6 @@ def check_group(owner: str, group: object, *, remedy: str = "mesh.ep_group") -> 
         f"{owner}: `group` must be a process group, a mesh of one axis or None, got {type(group).__name__}; "
         f"pass {remedy}"
     )
-
-
-def check_number(owner: str, argument: str, value: object) -> None:
-    """Refuse what is neither int nor float."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{owner}: `{argument}` must be a number, got {type(value).__name__} {value!r}; pass a float")
 
 
 def runs_on_host(group: dist.ProcessGroup) -> bool:

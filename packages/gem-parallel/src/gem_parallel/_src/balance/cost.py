@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gem_parallel._src.agree import check_number
+from gem_parallel._src.checks import check_number
 
 __all__ = ["LengthCost"]
 

@@ -9,6 +9,7 @@ from typing import get_args
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from gem_parallel._src.checks import check_number
 from gem_parallel._src.embeddings.config import (
     FeatureConfig,
     Gather,
@@ -18,7 +19,6 @@ from gem_parallel._src.embeddings.config import (
     check_choice,
     check_flag,
     check_integer,
-    check_number,
 )
 from gem_parallel._src.embeddings.wire import WIRE_DTYPES
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Literal, get_args
+
+from gem_parallel._src.checks import check_number
 
 __all__ = [
     "CacheAlgorithm",
@@ -61,11 +62,6 @@ def check_integer(owner: str, argument: str, value: object, low: int | None = No
         raise TypeError(f"{owner}: `{argument}` must be an int, got {type(value).__name__}")
     if low is not None and high is not None and not low <= value <= high:
         raise ValueError(f"{owner}: `{argument}` must lie in [{low}, {high}], got {value}")
-
-
-def check_number(owner: str, argument: str, value: object) -> None:
-    if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(f"{owner}: `{argument}` must be a number, got {type(value).__name__} {value!r}")
 
 
 def check_flag(owner: str, argument: str, value: object) -> None:

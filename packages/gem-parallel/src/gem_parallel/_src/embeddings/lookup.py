@@ -11,7 +11,7 @@ Transfers of one group run while the next group computes, in both directions; al
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from gem_parallel._src.embeddings.stores import (
 )
 from gem_parallel._src.embeddings.wire import RowTransfer
 
-__all__ = ["Assemble", "Flight", "start_flights"]
+__all__ = ["Assemble", "Flight", "Started", "start_flights"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +56,19 @@ class Flight:
     def landed(self) -> Flight:
         """What backward needs: no rows, whose memory is the dense part's from here on."""
         return replace(self, rows=[], transfer=None, found=None)
+
+
+@dataclass(slots=True, kw_only=True)
+class Started:
+    """A lookup that runs."""
+
+    step: int | None
+    learning_rate: float
+    flights: list[Flight] | None
+    """None where the engines pool themselves."""
+    sums: list[Tensor] = field(default_factory=list)
+    """Of a process whose engines combine their tables."""
+    done: bool = False
 
 
 def start_flights(

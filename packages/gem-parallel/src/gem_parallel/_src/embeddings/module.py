@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from gem_parallel._src.checks import check_number
 from gem_parallel._src.embeddings.agreement import check_agreement
 from gem_parallel._src.embeddings.arguments import check_configs, check_options, resolve_device
 from gem_parallel._src.embeddings.build import Storage, make_engines, make_store, shares_rows
@@ -21,7 +21,6 @@ from gem_parallel._src.embeddings.config import (
     IdPolicy,
     SparseOptimizerConfig,
     TableConfig,
-    check_number,
 )
 from gem_parallel._src.embeddings.engine import Engine
 from gem_parallel._src.embeddings.exchange import Exchanger
@@ -31,7 +30,7 @@ from gem_parallel._src.embeddings.ids import BatchReport, flatten_ids, summarise
 from gem_parallel._src.embeddings.initial import fill_initial
 from gem_parallel._src.embeddings.layout import check_local_rows, make_groups, make_shards
 from gem_parallel._src.embeddings.local import LocalPath
-from gem_parallel._src.embeddings.lookup import Assemble, Flight, start_flights
+from gem_parallel._src.embeddings.lookup import Assemble, Flight, Started, start_flights
 from gem_parallel._src.embeddings.memory import check_locations
 from gem_parallel._src.embeddings.pending import GroupRequest, Pending
 from gem_parallel._src.embeddings.per_table import pooled_outputs
@@ -563,19 +562,6 @@ class ShardedEmbeddings(nn.Module):
         if self._grid is not None:
             lines.append(f"{self._grid.num_shards} ranks hold a copy, {self._grid.num_replicas} replicas")
         return "\n".join([*lines, f"optimizer={self.optimizer.kind}, id_policy={self.id_policy}"])
-
-
-@dataclass(slots=True, kw_only=True)
-class Started:
-    """A lookup that runs."""
-
-    step: int | None
-    learning_rate: float
-    flights: list[Flight] | None
-    """None where the engines pool themselves."""
-    sums: list[Tensor] = field(default_factory=list)
-    """Of a process whose engines combine their tables."""
-    done: bool = False
 
 
 def _shape_of(mesh: DeviceMesh) -> tuple[int, int]:
