@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -105,7 +106,7 @@ def test_a_directory_without_manifest_is_not_published(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, make_tensors(), {})
     (tmp_path / "step-00000009").mkdir()
-    assert checkpointer.latest() == 1
+    assert checkpointer.steps() == (1,)
     with pytest.raises(CheckpointError, match=r"no published checkpoint of step 9; published are \[1\]"):
         checkpointer.load(9, make_tensors())
 
@@ -213,6 +214,40 @@ def test_optional_names_may_be_on_one_side(tmp_path: Path) -> None:
     checkpointer.load(5, out, optional=("rng.",))
     assert torch.equal(out["model.weight"], make_tensors()["model.weight"])
     assert not out["rng.rank_7"].any()
+
+
+@pytest.mark.parametrize("failing", ["save_tensors", "_describe_file"])
+def test_a_save_on_a_full_disk_leaves_nothing_and_says_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, make_tensors(), {})
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"gem_train.checkpoint.{failing}", full)
+        with pytest.raises(
+            CheckpointError,
+            match=r"must take the checkpoint of step 2 \(0 MB of tensors\), got '.*No space left on device', with .* M"
+            r"B free; nothing of it was kept and --resume goes on from step 1\.",
+        ):
+            checkpointer.save(2, make_tensors(), {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    checkpointer.save(2, make_tensors(), {})
+    assert checkpointer.latest() == 2
+
+
+def test_a_run_does_not_go_on_past_a_checkpoint_without_a_manifest(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    for step in (1, 2):
+        checkpointer.save(step, make_tensors(), {})
+    (tmp_path / "step-00000002" / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"is missing; .* remove .*step-00000002 to go on from step 1$"):
+        checkpointer.latest()
+    (tmp_path / "step-00000002").rename(tmp_path / "elsewhere")
+    assert checkpointer.latest() == 1
 
 
 def test_keep_last_is_checked(tmp_path: Path) -> None:

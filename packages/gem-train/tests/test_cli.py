@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 from cli_runs import fingerprint, train
 
+from gem_train import trainer
 from gem_train.checkpoint import Checkpointer
 from gem_train.cli import main
+from gem_train.cli.table import print_scores
+from gem_train.evaluation import Evaluation
 from gem_train.metrics_log import read_metrics
 
 pytestmark = pytest.mark.usefixtures("small_data", "no_report")
@@ -40,6 +43,13 @@ def test_results_go_to_stdout_and_progress_to_stderr(finished: Path) -> None:
     assert (finished / "report.html").stat().st_size > 1000
     assert "step 4/4" in err
     assert "step" not in out
+
+
+def test_scores_that_do_not_exist_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = {"ne": None, "auc": None, "calibration": None, "count": 1200, "base_rate": 0.0}
+    print_scores({"test": Evaluation(1200, 0.1, {"click": metrics})}, None, "click")
+    assert "test, click: all 1,200 labels are 0, so that NE, AUC and calibration do not" in capsys.readouterr().out
+    assert trainer._scores(metrics) == "no NE or AUC: all labels are 0"
 
 
 def test_eval_repeats_the_test_score(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

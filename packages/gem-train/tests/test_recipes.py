@@ -252,6 +252,22 @@ def test_run_directory_guards_what_is_there(tmp_path: Path) -> None:
     assert [path.name for path in run.path.iterdir()] == ["notes.txt"]
 
 
+def test_one_process_at_a_time_holds_a_run_directory(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "run"
+    with (
+        RunDirectory(path).hold(),
+        pytest.raises(ConfigError, match=r"another process is training in .*deep/run; w"),
+    ):
+        RunDirectory(path).hold().__enter__()
+    with RunDirectory(path).hold():
+        pass
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--out: .*file/run cannot be made \(Not a directory\)"):
+        RunDirectory(tmp_path / "file" / "run").hold().__enter__()
+    with pytest.raises(ConfigError, match=r"--out: .*file/run cannot be made in .*/file, which is no directory"):
+        RunDirectory(tmp_path / "file" / "run").check(resume=False, overwrite=False)
+
+
 @pytest.mark.parametrize("text", ["", "[]", '{"format": 1}', '{"format": 9}', "{"])
 def test_a_damaged_record_is_an_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)

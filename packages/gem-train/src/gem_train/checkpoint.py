@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-from gem_train.errors import CheckpointError
+from gem_train.errors import CheckpointError, ConfigError
 from gem_train.replicas import find_differing_copies
 from gem_train.world import World
 
@@ -66,8 +67,28 @@ class Checkpointer:
         return tuple(sorted(int(match[1]) for match, path in matches if match and (path / "manifest.json").is_file()))
 
     def latest(self) -> int | None:
-        """Step of the newest published checkpoint, or None."""
-        return max(self.steps(), default=None)
+        """Step of the newest published checkpoint, or None.
+
+        Raises:
+            CheckpointError: if a newer one has lost its manifest, so that a run that went on from this one would come
+                to a step that cannot be saved.
+        """
+        latest = max(self.steps(), default=None)
+        names = self.directory.iterdir() if self.directory.is_dir() else ()
+        for path in sorted(names):
+            match = _PUBLISHED.fullmatch(path.name)
+            if match and int(match[1]) > (latest or 0) and not (path / "manifest.json").is_file():
+                raise CheckpointError(
+                    f"{path}/manifest.json is missing; the checkpoint is damaged, {self._instead(path)}"
+                )
+        return latest
+
+    def _instead(self, damaged: Path) -> str:
+        """What to do about a damaged checkpoint."""
+        others = [step for step in self.steps() if self.path(step) != damaged]
+        if not others:
+            return "and there is no other; begin the run again"
+        return f"remove {damaged} to go on from step {others[-1]}"
 
     def path(self, step: int) -> Path:
         """Directory of a step's checkpoint."""
@@ -88,7 +109,8 @@ class Checkpointer:
             The published directory.
 
         Raises:
-            CheckpointError: if this step is published already, or ranks hold differing copies of a tensor.
+            CheckpointError: if this step is published already, ranks hold differing copies of a tensor, or it cannot be
+                written in full, as on a full disk; what was written of it is removed.
         """
         final, temporary = self.path(step), self.directory / f"{_TEMPORARY}step-{step:08d}"
         if final.exists():
@@ -96,18 +118,42 @@ class Checkpointer:
                 f"Checkpointer.save: {final} exists already; a published checkpoint is not overwritten"
             )
         self._check_copies(tensors)
-        if self._world.is_first:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            for leftover in self.directory.glob(f"{_TEMPORARY}*"):
-                shutil.rmtree(leftover)
-            temporary.mkdir()
-        self._world.barrier()
-        self._write_tensors(tensors, temporary)
-        self._world.on_first(lambda: (temporary / "state.json").write_text(_to_json(state), encoding="utf-8"))
-        self._write_manifest(step, temporary)
-        self._world.on_first(lambda: self._publish(temporary, final))
+        try:
+            self._world.on_first(lambda: self._begin(temporary))
+            self._write_tensors(tensors, temporary)
+            self._world.on_first(lambda: (temporary / "state.json").write_text(_to_json(state), encoding="utf-8"))
+            self._write_manifest(step, temporary)
+            self._world.on_first(lambda: self._publish(temporary, final))
+        # All ranks fail together: torch.distributed.checkpoint and `on_first` both see to it.
+        except (OSError, RuntimeError, ConfigError, CheckpointException) as error:
+            raise self._unwritten(step, temporary, tensors, error) from error
         self._world.on_first(lambda: self._remove_old(protect))
         return final
+
+    def _begin(self, temporary: Path) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for leftover in self.directory.glob(f"{_TEMPORARY}*"):
+            shutil.rmtree(leftover)
+        temporary.mkdir()
+
+    def _unwritten(
+        self, step: int, temporary: Path, tensors: Mapping[str, Tensor], error: BaseException
+    ) -> CheckpointError:
+        """The error of a save that did not come to its end, once what it left is removed."""
+        if isinstance(error, CheckpointException):
+            error = next((cause for cause, _ in error.failures.values()), error)
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        exists = self.directory.is_dir()
+        free = f", with {shutil.disk_usage(self.directory).free / 1e6:,.0f} MB free" if exists else ""
+        needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) / 1e6
+        if self._world.is_first:
+            shutil.rmtree(temporary, ignore_errors=True)
+        newest = max(self.steps(), default=None)
+        kept = "none was saved before" if newest is None else f"--resume goes on from step {newest}"
+        return CheckpointError(
+            f"Checkpointer.save: {self.directory} must take the checkpoint of step {step} ({needed:,.0f} MB of "
+            f"tensors), got {reason!r}{free}; nothing of it was kept and {kept}. Make room, or write elsewhere"
+        )
 
     def load(
         self,
@@ -171,7 +217,7 @@ class Checkpointer:
                 f"{path}: there is no published checkpoint of step {step}; published are {list(self.steps())}"
             ) from None
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path}/manifest.json is damaged ({error}); use another checkpoint") from None
+            raise CheckpointError(f"{path}/manifest.json is damaged ({error}); {self._instead(path)}") from None
         if version != FORMAT_VERSION or not tensors_are_listed:
             raise CheckpointError(
                 f"{path}: its format is version {version}, this program reads version {FORMAT_VERSION}"
@@ -180,7 +226,7 @@ class Checkpointer:
         problems = [problem for name in mine if (problem := _file_problem(path / name, files[name]))]
         found = [problem for ranks_problems in self._world.gather(problems) for problem in ranks_problems]
         if found:
-            raise CheckpointError(f"{found[0]}; the checkpoint of step {step} is damaged, use another one")
+            raise CheckpointError(f"{found[0]}; the checkpoint of step {step} is damaged, {self._instead(path)}")
         return manifest
 
     def _check_copies(self, tensors: Mapping[str, Tensor]) -> None:

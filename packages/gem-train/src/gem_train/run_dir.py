@@ -1,9 +1,11 @@
 """The directory of a run: who may write into it, and with which settings it was made."""
 
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +105,46 @@ class RunDirectory:
                 f"--out: {self.path} holds a run already; --resume continues it, --overwrite replaces it, "
                 "or choose another directory"
             )
+
+        if not self.path.exists():
+            parent = next(each for each in self.path.absolute().parents if each.exists())
+            if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+                raise ConfigError(
+                    f"--out: {self.path} cannot be made in {parent}, which is no directory to write in; "
+                    "choose another directory"
+                )
+        elif occupied and not os.access(self.path, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"--out: {self.path} must be a directory to write in; change its permissions, or choose "
+                "another directory"
+            )
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Makes the directory, and keeps other processes from holding it until the end, or the end of this process.
+
+        Raises:
+            ConfigError: if it cannot be made, or another process holds it.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise ConfigError(
+                f"--out: {self.path} cannot be made ({error.strerror}); choose another directory"
+            ) from error
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(
+                    f"--out: another process is training in {self.path}; wait for its end, or choose another directory"
+                ) from error
+            except OSError:
+                pass  # a file system without locks
+            yield
+        finally:
+            os.close(descriptor)
 
     def clear(self) -> None:
         """Removes what a run wrote here, and nothing else."""

@@ -468,4 +468,5 @@ def _strip(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 def _scores(values: Mapping[str, Any]) -> str:
     shown = [("NE", values["ne"]), ("AUC", values["auc"]), ("calibration", values["calibration"])]
-    return "  ".join(f"{name} {value:.4f}" for name, value in shown if value is not None and math.isfinite(value))
+    known = [f"{name} {value:.4f}" for name, value in shown if value is not None and math.isfinite(value)]
+    return "  ".join(known) or f"no NE or AUC: all labels are {1 if values['base_rate'] else 0}"

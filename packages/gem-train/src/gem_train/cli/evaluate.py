@@ -8,7 +8,7 @@ from typing import Any
 from gem_train.checkpoint import Checkpointer
 from gem_train.cli.output import complain, say
 from gem_train.cli.processes import layout_assignments, num_processes, start
-from gem_train.cli.table import format_table
+from gem_train.cli.table import format_table, undefined_scores
 from gem_train.errors import ConfigError
 from gem_train.evaluation import evaluate
 from gem_train.launch import is_worker, join, leave
@@ -78,4 +78,7 @@ def run(args: argparse.Namespace) -> int:
     rows = [(t, v["ne"], v["auc"], v["calibration"], f"{v['count']:,}") for t, v in result.tasks.items()]
     say(f"{args.split} of {directory.path} at step {step}")
     say(format_table(("task", "NE", "AUC", "calibration", "samples"), rows))
+    for task, values in result.tasks.items():
+        if values["ne"] is None:
+            say(f"{task}: {undefined_scores(values)}")
     return 0

@@ -10,7 +10,7 @@ from gem_train.errors import ConfigError
 from gem_train.evaluation import Evaluation
 from gem_train.metrics_log import read_metrics
 
-__all__ = ["compare_runs", "final_scores", "format_table", "print_scores", "trained_steps"]
+__all__ = ["compare_runs", "final_scores", "format_table", "print_scores", "trained_steps", "undefined_scores"]
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -42,6 +42,10 @@ def print_scores(
         for task, values in result.tasks.items()
     ]
     say(format_table(("split", "task", "NE", "AUC", "calibration", "samples"), rows))
+    for split, result in evaluations.items():
+        for task, values in result.tasks.items():
+            if values["ne"] is None:
+                say(f"{split}, {task}: {undefined_scores(values)}")
     if isinstance(reference, str):
         say(f"\n{reference}")
     elif reference is not None:
@@ -49,6 +53,16 @@ def print_scores(
         known = "" if error is None else f" (standard error of an NE on it: {error:g})"
         say(f"\nother predictors on this test split, task {reference_task}{known}:")
         say(format_table(("predictor", "NE", "AUC"), [(s.predictor, s.ne, s.auc) for s in reference.scores]))
+
+
+def undefined_scores(values: Mapping[str, Any]) -> str:
+    """Why a task has no NE.
+
+    Args:
+        values: Its metrics.
+    """
+    label = 1 if values["base_rate"] else 0
+    return f"all {values['count']:,} labels are {label}, so that NE, AUC and calibration do not exist"
 
 
 def final_scores(run_dir: Path) -> dict[str, dict[str, Any]]:

@@ -5,7 +5,7 @@ import platform
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,7 +105,7 @@ def _train(
     first = checkpointer.latest() if args.resume else None
     total = min(parts.train_source.num_batches, config.trainer.max_steps or parts.train_source.num_batches)
     progress = make_progress(total, first or 0) if world.is_first else SilentProgress()
-    with _stop_on_signal(progress.say) as stopped:
+    with ExitStack() as held, _stop_on_signal(progress.say) as stopped:
         trainer = world.on_all(
             lambda: Trainer(
                 config.trainer,
@@ -138,7 +138,7 @@ def _train(
         if parts.layers:
             progress.say(f"precision {record.precision}: {_layer_counts(parts)}")
         # Everything that the user can have got wrong has been found by now; from here on the run's files change.
-        world.on_first(lambda: _begin(directory, record, clear=args.overwrite))
+        world.on_first(lambda: _begin(args, directory, record, held))
         with _open_log(directory, world, (first or 0) if args.resume else None) as run_log:
             reference = recipe.reference_for(log) if recipe.reference_task in config.model.tasks else None
             if run_log is not None:
@@ -150,8 +150,11 @@ def _train(
     return INTERRUPTED if result.reason == "interrupted" else 0
 
 
-def _begin(directory: RunDirectory, record: RunRecord, *, clear: bool) -> None:
-    if clear:
+def _begin(args: argparse.Namespace, directory: RunDirectory, record: RunRecord, held: ExitStack) -> None:
+    held.enter_context(directory.hold())
+    # Another run may have begun here since this one looked, and ended, too.
+    directory.check(resume=args.resume, overwrite=args.overwrite)
+    if args.overwrite:
         directory.clear()
     directory.write(record)
 

@@ -128,9 +128,11 @@ def _no_nulls(file: str, column: Column, data: pa.Array) -> None:
 
 
 def _wrong_type(file: str, column: Column, data: pa.Array, wanted: str) -> DataError:
-    return DataError(
-        f"must have {wanted}", file=file, column=column.name, value=str(data.type), remedy="cast the column"
-    )
+    remedy = "cast the column"
+    if pa.types.is_timestamp(data.type):
+        seconds = f"pa.timestamp('s', {data.type.tz!r})"
+        remedy = f"make it seconds since 1970 with pc.cast(pc.cast(column, {seconds}, safe=False), pa.int64())"
+    return DataError(f"must have {wanted}", file=file, column=column.name, value=str(data.type), remedy=remedy)
 
 
 def _numbers(file: str, column: Column, data: pa.Array) -> Array:
