@@ -241,9 +241,13 @@ def test_rare_labels_and_interrupted_run(tmp_path: Path) -> None:
     assert any(point["label"] == 0 for point in result["curve"])
     with MetricsLog(tmp_path) as log:
         log.write("config", run="rare")
-        log.write("validation", step=1, samples=8, seconds=0.5, loss=0.7, tasks={"click": result})
+        alike = BinaryMetrics()
+        alike.update(logits, torch.zeros_like(labels))
+        tasks = {"click": result, "buy": alike.compute(curve_points=10)}
+        log.write("validation", step=1, samples=8, seconds=0.5, loss=0.7, tasks=tasks)
         log.write("end", step=1, samples=8, seconds=0.5, reason="interrupted")
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert "which do not exist where all labels are alike: validation, buy." in page.text
     assert "ended early: interrupted" in page.text
     assert "Calibration" in page.headings
 

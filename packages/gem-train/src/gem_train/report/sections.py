@@ -100,11 +100,13 @@ def _bar_name(entry: Bar) -> str:
 
 def results(run: Run) -> Raw:
     """Metrics per task and split, and the reference table."""
-    rows = []
+    rows, alike = [], []
     for split, lines in run.evaluations.items():
         for task in run.tasks:
             m = run.result(task, split) if lines else {}
             if m:
+                if m.get("ne") is None and m.get("base_rate") in (0.0, 1.0):
+                    alike.append(f"{split}, {task}")
                 step = lines[-1].get("step")
                 rows.append([split, task, f"{m.get('count', 0):,}", percent(m.get("base_rate"), 2), number(m.get("ne")),
                              number(m.get("auc")), number(m.get("calibration"), 3), number(m.get("logloss")),
@@ -118,6 +120,11 @@ def results(run: Run) -> Raw:
         "<p>NE is the log loss divided by the entropy of the evaluated samples' own mean label: 1 is no better than "
         "that mean, lower is better. Calibration is the mean prediction divided by the mean label.</p>"
     )
+    if alike:
+        out.append(
+            f"<p>Without NE, AUC and calibration, which do not exist where all labels are alike: "
+            f"{text('; '.join(alike))}.</p>"
+        )
     if run.config.get("reference_note"):
         out.append(f"<p>{text(run.config['reference_note'])}</p>")
     main = run.reference_task
