@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import matplotlib as mpl
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#7A5C00", "#56B4E9")
 """Okabe and Ito: told apart by colour-blind readers, and dark enough on white."""
@@ -123,6 +123,11 @@ def calibration(title: str, points: Sequence[dict[str, float]], *, alt: str) -> 
         if sorted(predictions)[len(predictions) // 2] < 0.05:
             top.set_xscale("log")
             top.set_yscale("log")
+            # Labels of all the ticks of a part of a decade would lie on each other.
+            for axis in (top.xaxis, top.yaxis):
+                axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 30 * low else (1.0,)))
+                axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+                axis.set_minor_formatter(NullFormatter())
             widths: Any = [0.08 * p for p in predictions]
         else:
             low = 0.0 if low < 0.1 else low
