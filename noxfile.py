@@ -133,12 +133,25 @@ def gem_command(session: nox.Session, *arguments: str) -> None:
     session.run(*command, env=environment(session), interrupt_timeout=300.0, terminate_timeout=60.0)
 
 
-def pytest(session: nox.Session, *arguments: str, python: str | None = None, **variables: str) -> None:
-    """Run pytest with one thread per process, unless the caller says otherwise: tests start processes themselves."""
+def pytest(
+    session: nox.Session, *arguments: str, python: str | None = None, last: list[str] | None = None, **variables: str
+) -> None:
+    """Run pytest with one thread per process, unless the caller says otherwise: tests start processes themselves.
+
+    The caller's arguments follow `arguments` and come before `last`.
+    """
     command = [python or shared_python(session), "-m", "pytest", "-c", str(ROOT / "pyproject.toml")]
     threads = os.environ.get("OMP_NUM_THREADS", "1")
     env = environment(session, OMP_NUM_THREADS=threads, **variables)
-    session.run(*command, f"--rootdir={ROOT}", *arguments, *posargs(session), env=env)
+    session.run(*command, f"--rootdir={ROOT}", *arguments, *posargs(session), *(last or []), env=env)
+
+
+def share(session: nox.Session, processes: int) -> list[str]:
+    """Arguments with which so many processes share the tests; none without pytest-xdist."""
+    if subprocess.run([shared_python(session), "-c", "import xdist"], capture_output=True).returncode:
+        return []
+    # First, so that the caller's own -n wins. pytest-benchmark, where the environment has it, warns beside xdist.
+    return ["-n", str(processes), "-p", "no:benchmark"]
 
 
 def mentions(folder: Path, *needles: str) -> bool:
@@ -183,7 +196,10 @@ def imports(session: nox.Session) -> None:
 @nox.parametrize("package", PACKAGES)
 def tests(session: nox.Session, package: str) -> None:
     """A package's tests on the CPU, Triton kernels through the interpreter."""
-    pytest(session, f"packages/{package}/tests", "-m", "not gpu and not compile", **INTERPRETED)
+    folder = f"packages/{package}/tests"
+    # Tests that start processes of their own have the cores to themselves.
+    cores = [] if mentions(ROOT / folder, "mark.dist") else share(session, os.cpu_count() or 1)
+    pytest(session, folder, "-m", "not gpu and not compile", *cores, **INTERPRETED)
 
 
 @gem_session(tags=["cpu"])
@@ -219,23 +235,19 @@ def gpu_lane(session: nox.Session, *folders: str) -> None:
     them, alone, what takes most of its memory or starts processes of its own.
     """
     check = "import sys, torch; torch.cuda.is_available() or sys.exit('the GPU lane: torch sees no CUDA device')"
-    python = shared_python(session)
-    session.run(python, "-c", check)
+    session.run(shared_python(session), "-c", check)
     if not any(mentions(ROOT / folder, "mark.gpu") for folder in folders):
         session.log(f"no GPU test in {', '.join(folders)}")
         return
     alone = "memory or dist"
-    together = [*folders, "-m", f"gpu and not ({alone})", "-p", "gpu_lane"]
-    if any(argument.startswith("-n") for argument in posargs(session)):
-        pytest(session, *together)
-    elif not subprocess.run([python, "-c", "import xdist"], capture_output=True).returncode:
-        # pytest-benchmark, where the runner has it, warns beside xdist.
-        pytest(session, *together, "-n", str(gpu_workers()), "-p", "no:benchmark")
-    else:
+    processes = share(session, gpu_workers())
+    if not processes:
         session.warn("pytest-xdist is not installed: one process compiles all kernels, which can take an hour")
-        pytest(session, *together)
+    pytest(session, *folders, "-m", f"gpu and not ({alone})", "-p", "gpu_lane", *processes)
     if any(mentions(ROOT / folder, "mark.memory", "mark.dist") for folder in folders):
-        pytest(session, *folders, "-m", f"gpu and ({alone})", "-p", "gpu_lane", "-p", "no:xdist", "-p", "no:benchmark")
+        # After the caller's arguments, so that this is one process whatever -n they give.
+        last = ["-n", "0", "-p", "no:benchmark"] if processes else ["-p", "no:benchmark"]
+        pytest(session, *folders, "-m", f"gpu and ({alone})", "-p", "gpu_lane", last=last)
 
 
 def gpu_workers() -> int:
