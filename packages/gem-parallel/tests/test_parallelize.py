@@ -8,8 +8,7 @@ from param_wires import ByteWire
 from torch import nn
 
 from gem_parallel import ParallelDims, ParallelPlan, parallelize
-from gem_parallel._src.fsdp import defer_all_reduce, inner_first, running_order
-from gem_parallel._src.param_wire import check_torch
+from gem_parallel._src.fsdp import defer_all_reduce, inner_first, load_wire_hooks, running_order
 
 
 class Block(nn.Module):
@@ -105,12 +104,12 @@ def test_build_mesh_needs_a_process_group():
 
 
 def test_a_torch_that_the_hooks_do_not_fit_is_refused_by_its_version(monkeypatch):
-    check_torch("parallelize")
+    load_wire_hooks("parallelize")
     monkeypatch.setitem(sys.modules, "gem_parallel._src.wired_param", None)
     with pytest.raises(
         RuntimeError, match=r"parallelize: `plan\.param_wire` needs FSDP2 as torch 2\.11 to .* got torch"
     ):
-        check_torch("parallelize")
+        load_wire_hooks("parallelize")
 
 
 PLAN = ParallelPlan(shard_units=())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from gem_parallel._src.collectives.base import Collectives
 from gem_parallel._src.collectives.fully_shard import set_fully_shard_collectives
 from gem_parallel._src.experts import ExpertParallel
 from gem_parallel._src.mesh import ParallelMesh
-from gem_parallel._src.param_wire import ParamWire, check_parameters, check_torch, check_wire, set_param_wire
+from gem_parallel._src.param_wire import ParamWire, check_parameters, check_wire
 
 __all__ = ["ParallelPlan", "defer_all_reduce", "parallelize"]
 
@@ -186,7 +186,7 @@ def parallelize(
     units = running_order(module, plan.shard_units)
     units, expert = _with_experts(module, units, mesh)
     if plan.param_wire is not None:
-        check_torch("parallelize")
+        wire_parameters = load_wire_hooks("parallelize")
         check_parameters("parallelize", module, plan.param_wire, plan.param_dtype)
     elif mesh.dense.size() == 1:
         return module
@@ -216,11 +216,28 @@ def parallelize(
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
     if plan.param_wire is not None:
-        set_param_wire(module, plan.param_wire)
+        wire_parameters(module, plan.param_wire)
     _set_prefetch(module, units, plan)
     if collectives is not None:
         set_fully_shard_collectives(module, collectives)
     return module
+
+
+def load_wire_hooks(owner: str) -> Callable[[nn.Module, ParamWire], None]:
+    """What lets a sharded module's parameters travel in a form of their own.
+
+    Raises:
+        RuntimeError: torch's FSDP2 is not one that the hooks fit; names the version.
+    """
+    try:
+        # What it stands on is not public: a later torch without it must not break what needs no wire.
+        from gem_parallel._src.wired_param import wire_parameters
+    except (AttributeError, ImportError) as error:
+        raise RuntimeError(
+            f"{owner}: `plan.param_wire` needs FSDP2 as torch 2.11 to 2.13 have it, got torch {torch.__version__} "
+            f"({error}); leave it out, or install one of these"
+        ) from error
+    return wire_parameters
 
 
 def _set_prefetch(module: nn.Module, units: list[str], plan: ParallelPlan) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ParamWire", "check_parameters", "check_wire", "set_param_wire", "travels_encoded"]
+__all__ = ["ParamWire", "check_parameters", "check_wire", "travels_encoded"]
 
 
 @runtime_checkable
@@ -103,31 +102,3 @@ def travels_encoded(wire: ParamWire, shape: tuple[int, ...], num_shards: int) ->
     """Whether no border between shards cuts a block of rows."""
     held = -(-shape[0] // num_shards)
     return held >= shape[0] or held * math.prod(shape[1:-1]) % wire.rows_per_block == 0
-
-
-def set_param_wire(module: nn.Module, wire: ParamWire) -> None:
-    """Let the parameters of a sharded module travel in a form of their own, after ``check_torch``.
-
-    Args:
-        module: Its units are sharded by ``fully_shard`` and have not run yet.
-        wire: The form.
-    """
-    from gem_parallel._src.wired_param import wire_parameters
-
-    wire_parameters(module, wire)
-
-
-def check_torch(owner: str) -> None:
-    """Refuse a torch whose FSDP2 the hooks do not fit.
-
-    Raises:
-        RuntimeError: names the version.
-    """
-    try:
-        # What it stands on is not public: a later torch without it must not break what needs no wire.
-        importlib.import_module("gem_parallel._src.wired_param")
-    except (AttributeError, ImportError) as error:
-        raise RuntimeError(
-            f"{owner}: `plan.param_wire` needs FSDP2 as torch 2.11 to 2.13 have it, got torch {torch.__version__} "
-            f"({error}); leave it out, or install one of these"
-        ) from error

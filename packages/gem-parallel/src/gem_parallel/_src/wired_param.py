@@ -77,7 +77,12 @@ class _WiredParam(FSDPParam):
 
 
 def wire_parameters(module: nn.Module, wire: ParamWire) -> None:
-    """See ``param_wire.set_param_wire``."""
+    """Let the parameters of a sharded module travel in a form of their own.
+
+    Args:
+        module: Its units are sharded by ``fully_shard`` and have not run yet.
+        wire: The form.
+    """
     for unit in module.modules():
         if not isinstance(unit, FSDPModule):
             continue
