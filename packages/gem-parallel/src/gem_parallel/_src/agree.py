@@ -1,4 +1,4 @@
-"""What is true of an argument on every rank: its kind, and that no rank refuses while the others wait."""
+"""Numbers of every rank, and no rank that refuses while the others wait."""
 
 from __future__ import annotations
 
@@ -6,39 +6,13 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from gem_parallel._src.collectives.base import DefaultCollectives
-from gem_parallel._src.mesh import ParallelMesh
 
-__all__ = ["agree", "check_group", "check_mesh", "group_device", "runs_on_host"]
+__all__ = ["agree", "group_device", "runs_on_host"]
 
 _FIRST = 24
 """Numbers that travel with the first word; what is more follows once the ranks know how many it is."""
-
-
-def check_mesh(owner: str, mesh: object, *, optional: bool = True) -> None:
-    """Refuse what is no ``ParallelMesh``."""
-    if isinstance(mesh, ParallelMesh) or (mesh is None and optional):
-        return
-    raise TypeError(
-        f"{owner}: `mesh` must be a ParallelMesh{' or None' if optional else ''}, got {type(mesh).__name__}; pass what "
-        "ParallelDims.build_mesh returned, whole"
-    )
-
-
-def check_group(owner: str, group: object, *, remedy: str = "mesh.ep_group") -> None:
-    """Refuse what is neither a process group nor a mesh of one axis nor None."""
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(f"{owner}: `group` must be a mesh of one axis, got {group.ndim} axes; pass {remedy}")
-        return
-    if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
-        return
-    raise TypeError(
-        f"{owner}: `group` must be a process group, a mesh of one axis or None, got {type(group).__name__}; "
-        f"pass {remedy}"
-    )
 
 
 def runs_on_host(group: dist.ProcessGroup) -> bool:

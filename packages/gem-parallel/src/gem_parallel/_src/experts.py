@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gem_parallel._src.agree import agree, check_group, runs_on_host
+from gem_parallel._src.agree import agree, runs_on_host
+from gem_parallel._src.checks import check_group
 from gem_parallel._src.collectives.base import Collectives, DefaultCollectives
 from gem_parallel._src.embeddings.wire import WIRE_DTYPES
 from gem_parallel._src.expert_exchange import Exchange, gather_rows, scatter_rows

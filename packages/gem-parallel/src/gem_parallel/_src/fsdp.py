@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from gem_parallel._src.agree import check_mesh
+from gem_parallel._src.checks import check_mesh
 from gem_parallel._src.collectives.base import Collectives
 from gem_parallel._src.collectives.fully_shard import set_fully_shard_collectives
 from gem_parallel._src.experts import ExpertParallel

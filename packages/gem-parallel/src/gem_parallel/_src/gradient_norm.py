@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from gem_parallel._src.agree import check_mesh
-from gem_parallel._src.checks import check_number
+from gem_parallel._src.checks import check_mesh, check_number
 from gem_parallel._src.experts import is_expert_parameter
 from gem_parallel._src.mesh import ParallelMesh
 

@@ -19,8 +19,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from gem_parallel._src.agree import check_mesh
-from gem_parallel._src.checks import check_number
+from gem_parallel._src.checks import check_mesh, check_number
 from gem_parallel._src.mesh import ParallelMesh
 
 __all__ = ["HANG_EXIT_CODE", "HangReport", "MissingRank", "RankState", "RankWatch", "find_missing"]

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from gem_parallel._src.agree import agree, check_group, group_device
+from gem_parallel._src.agree import agree, group_device
 from gem_parallel._src.balance.assign import METHODS, Method, assign
 from gem_parallel._src.balance.move import Samples, move_samples
+from gem_parallel._src.checks import check_group
 from gem_parallel._src.collectives.base import DefaultCollectives
 
 __all__ = ["Assignment", "BalanceReport", "SampleShare", "balance_samples"]
