@@ -18,24 +18,13 @@ MAX_BAGS = 2**31 - 2
 """Bags likewise; offsets are one more."""
 
 
-def _names(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:3])
-    return f"feature {shown}" if len(names) == 1 else f"features {shown}{', ...' if len(names) > 3 else ''}"
-
-
 def check_num_ids(dim: int, names: Sequence[str], num_ids: int) -> None:
     """Raise unless the ids of all features of a dim fit in one lookup.
 
     Raises:
         ValueError: too many.
     """
-    if num_ids > MAX_IDS:
-        together = "" if len(names) == 1 else " together"
-        raise ValueError(
-            f"exchange: {_names(names)} of tables of dim {dim} must have at most {MAX_IDS} ids{together} in one batch "
-            f"of a rank (fbgemm's kernels and the sort count them with 32 bits), got {num_ids}; split the batch, or "
-            "spread it over more ranks"
-        )
+    _check_batch(dim, names, "ids", num_ids, MAX_IDS, "fbgemm's kernels and the sort count them with 32 bits")
 
 
 def check_num_bags(dim: int, names: Sequence[str], num_bags: int, most: int = MAX_BAGS) -> None:
@@ -44,13 +33,19 @@ def check_num_bags(dim: int, names: Sequence[str], num_bags: int, most: int = MA
     Raises:
         ValueError: too many.
     """
-    if num_bags > most:
-        together = "" if len(names) == 1 else " together"
-        raise ValueError(
-            f"exchange: {_names(names)} of tables of dim {dim} must have at most {most} bags{together} in one batch "
-            f"of a rank (fbgemm's backward has no larger numbers for them), got {num_bags}; split the batch, or spread "
-            "it over more ranks"
-        )
+    _check_batch(dim, names, "bags", num_bags, most, "fbgemm's backward has no larger numbers for them")
+
+
+def _check_batch(dim: int, names: Sequence[str], what: str, count: int, most: int, why: str) -> None:
+    if count <= most:
+        return
+    shown = ", ".join(repr(name) for name in names[:3])
+    features = f"feature {shown}" if len(names) == 1 else f"features {shown}{', ...' if len(names) > 3 else ''}"
+    together = "" if len(names) == 1 else " together"
+    raise ValueError(
+        f"exchange: {features} of tables of dim {dim} must have at most {most} {what}{together} in one batch of a rank "
+        f"({why}), got {count}; split the batch, or spread it over more ranks"
+    )
 
 
 def check_num_received(dim: int, rank: int, num_rows: int) -> None:
