@@ -33,6 +33,27 @@ def sizes(x):
     return {name: getattr(x, name) for name in names}
 
 
+def assert_one_graph(loss, batches):
+    """loss(x, q, k, v) compiles once for batches of all sizes, with the gradients of the plain one."""
+    torch._dynamo.reset()
+    graphs = 0
+
+    def backend(module, example_inputs):
+        nonlocal graphs
+        graphs += 1
+        return module.forward
+
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    counting = torch.compile(loss, fullgraph=True, dynamic=True, backend=backend)
+    for x in batches:
+        qkv = [t.clone().requires_grad_() for t in (x.q, x.k, x.v)]
+        expected = torch.autograd.grad(loss(x, *qkv), qkv)
+        for a, b in zip(torch.autograd.grad(compiled(x, *qkv), qkv), expected, strict=True):
+            assert torch.equal(a, b)
+        counting(x, *qkv)
+    assert graphs == 1
+
+
 def masking(mask):
     """Causal flag and window, as keywords."""
     return {"causal": mask.causal, "window_size": mask.window_size}

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from packed_ops import FULL, MIXED, OPS, inputs
+from packed_ops import FULL, MIXED, OPS, assert_one_graph, inputs
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -121,27 +121,10 @@ def test_gradcheck(op, mask):
 
 
 def test_compiles_to_one_graph_for_changing_sizes(op):
-    torch._dynamo.reset()
-    graphs = 0
-
-    def backend(module, example_inputs):
-        nonlocal graphs
-        graphs += 1
-        return module.forward
-
     def loss(x, q, k, v):
         return (op.function(q, k, v, **op.keywords(x, MASK_CASES[1])) * x.do).sum()
 
-    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
-    counting = torch.compile(loss, fullgraph=True, dynamic=True, backend=backend)
-    for seed in range(4):
-        x = attention_inputs(random_lengths(6 + seed, 30, seed=seed))
-        qkv = [t.clone().requires_grad_() for t in (x.q, x.k, x.v)]
-        expected = torch.autograd.grad(loss(x, *qkv), qkv)
-        for a, b in zip(torch.autograd.grad(compiled(x, *qkv), qkv), expected, strict=True):
-            assert torch.equal(a, b)
-        counting(x, *qkv)
-    assert graphs == 1
+    assert_one_graph(loss, (attention_inputs(random_lengths(6 + seed, 30, seed=seed)) for seed in range(4)))
 
 
 def test_autocast_casts_the_inputs_only(op):
