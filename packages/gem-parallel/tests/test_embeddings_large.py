@@ -55,10 +55,11 @@ def test_more_ids_than_one_lookup_takes_are_refused_before_any_work():
     features = [FeatureConfig(name="small", table="small")]
     module = ShardedEmbeddings(tables, features, optimizer=SparseOptimizerConfig(kind="sgd"), device="cuda")
     ids = torch.zeros(1, dtype=torch.int64, device="cuda").expand(2**31)
+    offsets = torch.tensor([0, 2**31], device="cuda")
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     with pytest.raises(ValueError, match=r"at most 2147483646 ids in one batch of a rank .*got 2147483648; split"):
-        module.exchange({"small": (ids, torch.tensor([0, 2**31], device="cuda"))})
+        module.exchange({"small": (ids, offsets)})
     assert torch.cuda.max_memory_allocated() == before
 
 
