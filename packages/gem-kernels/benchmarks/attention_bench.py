@@ -19,7 +19,7 @@ from torch import Tensor
 from gem_kernels._src.attention.configs import candidates, override
 from gem_kernels._src.attention.flops import backward_flops, forward_flops
 from gem_kernels._src.attention.window import count_pairs
-from gem_kernels.testing import AttentionInputs, attention_inputs, random_lengths
+from gem_kernels.testing import AttentionInputs, attention_inputs, random_lengths, zipf_lengths
 from gem_kernels.testing.bench import Base, Work, compare, matmul_base
 
 NUM_HEADS, HEAD_DIM = 4, 128
@@ -35,11 +35,19 @@ class Shape:
     max_seqlen_k: int
     sparsity: float = 1.0
     """1: all lengths are the maximum; 0.5: uniform in [1, maximum]."""
+    zipf: bool = False
+    """Lengths n of [1, maximum] as often as 1 / n, in place of ``sparsity``."""
 
     @property
     def is_dense(self) -> bool:
         """Whether the batch can be viewed as (B, S, H, D)."""
-        return self.sparsity == 1.0
+        return self.sparsity == 1.0 and not self.zipf
+
+    def lengths(self, max_seqlen: int) -> Tensor:
+        """Lengths (B,) of one side."""
+        if self.zipf:
+            return zipf_lengths(self.num_sequences, max_seqlen)
+        return random_lengths(self.num_sequences, max_seqlen, sparsity=self.sparsity)
 
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -89,10 +97,8 @@ class Op:
 
 def make_inputs(shape: Shape) -> AttentionInputs:
     """Packed random q, k, v and gradient of the output; jagged self-attention shares one set of lengths."""
-    lengths_q = random_lengths(shape.num_sequences, shape.max_seqlen_q, sparsity=shape.sparsity)
-    lengths_k = None
-    if shape.max_seqlen_k != shape.max_seqlen_q:
-        lengths_k = random_lengths(shape.num_sequences, shape.max_seqlen_k, sparsity=shape.sparsity)
+    lengths_q = shape.lengths(shape.max_seqlen_q)
+    lengths_k = None if shape.max_seqlen_k == shape.max_seqlen_q else shape.lengths(shape.max_seqlen_k)
     # Drawn for a few sequences and repeated: a billion normal numbers on the host would take minutes.
     few = attention_inputs([4096], [4096], num_heads=NUM_HEADS, head_dim=HEAD_DIM, dtype=torch.bfloat16, device="cuda")
     layout = attention_inputs(lengths_q, lengths_k, num_heads=1, head_dim=1, device="cuda")

@@ -17,7 +17,7 @@ from torch import Tensor
 from gem_kernels import block_attention, jagged_attention
 from gem_kernels._src.block_attention.blocks import block_offsets, num_pairs
 from gem_kernels._src.block_attention.rotary import rotate
-from gem_kernels.testing import AttentionInputs, make_offsets, max_error, random_lengths
+from gem_kernels.testing import AttentionInputs, make_offsets, max_error, random_lengths, zipf_lengths
 from gem_kernels.testing.bench import Work, compare
 
 
@@ -29,7 +29,8 @@ class Shape:
     num_sequences: int
     max_seqlen: int
     sparsity: float
-    """Mean over maximum length, about; 0.7 is uniform between 0.4 and 1 times the maximum."""
+    """Mean over maximum length, about; 0.7 is uniform between 0.4 and 1 times the maximum. 0: lengths n of
+    [1, maximum] as often as 1 / n."""
     num_heads: int
     head_dim: int
     dtype: torch.dtype = torch.bfloat16
@@ -42,6 +43,7 @@ SHAPES = {
     "cuda": [
         Shape(id="B1152-2000-s0.7-H4-D128", head_dim=128, **_LARGE),
         Shape(id="B1152-2000-s0.7-H4-D64", head_dim=64, **_LARGE),
+        Shape(id="B4096-zipf4096-H4-D128", num_sequences=4096, max_seqlen=4096, sparsity=0, num_heads=4, head_dim=128),
         Shape(id="B1024-512-s0.25-H4-D32", **_SMALL),
         Shape(id="B1024-512-s0.25-H4-D32", dtype=torch.float32, **_SMALL),
     ],
@@ -64,7 +66,10 @@ Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def make_inputs(shape: Shape, device: torch.device) -> AttentionInputs:
     """Random q, k, v and gradient of the output, drawn on the device: the largest shape has billions of numbers."""
-    lengths = random_lengths(shape.num_sequences, shape.max_seqlen, sparsity=shape.sparsity)
+    if shape.sparsity == 0:
+        lengths = zipf_lengths(shape.num_sequences, shape.max_seqlen)
+    else:
+        lengths = random_lengths(shape.num_sequences, shape.max_seqlen, sparsity=shape.sparsity)
     offsets = make_offsets(lengths, device=device)
     size = (int(lengths.sum()), shape.num_heads, shape.head_dim)
     torch.manual_seed(0)
@@ -170,9 +175,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--shape", help="only shapes of this id")
     arguments = parser.parse_args()
     for shape in SHAPES[arguments.device]:
-        run(shape, torch.device(arguments.device), arguments.repeats)
+        if arguments.shape in (None, shape.id):
+            run(shape, torch.device(arguments.device), arguments.repeats)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,15 @@ SHAPES = {
             head_dim=128,
         ),
         Shape(
+            id="B768-1024-K128-H4-D128",
+            num_sequences=768,
+            max_seqlen_q=1024,
+            sparsity=1.0,
+            num_keys=128,
+            num_heads=4,
+            head_dim=128,
+        ),
+        Shape(
             id="B768-1024-s0.5-K64-H2-D128",
             num_sequences=768,
             max_seqlen_q=1024,
@@ -124,6 +133,15 @@ def make_providers(x: AttentionInputs) -> dict[str, Block]:
     return providers | {"gdpa alone": lambda q, k, v: gdpa(q, k, v, **options)}
 
 
+def step_providers(
+    providers: dict[str, Block], tensors: tuple[Tensor, ...], do: Tensor
+) -> dict[str, Callable[[], object]]:
+    """Forward and backward as one call."""
+    return {
+        name: lambda block=block: torch.autograd.grad(block(*tensors), tensors, do) for name, block in providers.items()
+    }
+
+
 def run(shape: Shape, device: torch.device, repeats: int) -> None:
     """Check that the providers agree, then time their forwards and their backwards."""
     x = make_inputs(shape, device)
@@ -140,12 +158,14 @@ def run(shape: Shape, device: torch.device, repeats: int) -> None:
     counts = (count_pairs(x.offsets_q, x.offsets_k, -1, -1), shape.num_heads, shape.head_dim, shape.head_dim)
     bytes_q, bytes_k = (t.numel() * t.element_size() for t in (x.q, x.k))
     common = {"op": "gdpa_norm_block", "shape": shape.id, "dtype": shape.dtype}
+    base = "single ops, compiled" if x.q.is_cuda else "single ops"
     with torch.no_grad():
         compare(
             Work(direction="forward", flops=forward_flops(*counts), num_bytes=2 * bytes_q + 2 * bytes_k, **common),
             {name: lambda block=block: block(*tensors) for name, block in providers.items()},
             device=device,
             repeats=repeats,
+            base=base,
         )
     compare(
         Work(direction="backward", flops=backward_flops(*counts), num_bytes=3 * bytes_q + 4 * bytes_k, **common),
@@ -155,6 +175,15 @@ def run(shape: Shape, device: torch.device, repeats: int) -> None:
         },
         device=device,
         repeats=repeats,
+        base=base,
+    )
+    flops = forward_flops(*counts) + backward_flops(*counts)
+    compare(
+        Work(direction="forward+backward", flops=flops, num_bytes=5 * bytes_q + 6 * bytes_k, **common),
+        step_providers(providers, tensors, x.do),
+        device=device,
+        repeats=repeats,
+        base=base,
     )
 
 
@@ -162,9 +191,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--shape", help="only shapes of this id")
     arguments = parser.parse_args()
     for shape in SHAPES[arguments.device]:
-        run(shape, torch.device(arguments.device), arguments.repeats)
+        if arguments.shape in (None, shape.id):
+            run(shape, torch.device(arguments.device), arguments.repeats)
 
 
 if __name__ == "__main__":

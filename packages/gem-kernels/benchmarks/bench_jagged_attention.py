@@ -21,6 +21,7 @@ SHAPES = [
     Shape(id="B1152-q1024-k128", num_sequences=1152, max_seqlen_q=1024, max_seqlen_k=128),
     Shape(id="B1152-q1024-k1024", num_sequences=1152, max_seqlen_q=1024, max_seqlen_k=1024),
     Shape(id="B1152-uniform1024", num_sequences=1152, max_seqlen_q=1024, max_seqlen_k=1024, sparsity=0.5),
+    Shape(id="B1152-zipf4096", num_sequences=1152, max_seqlen_q=4096, max_seqlen_k=4096, zipf=True),
     Shape(id="B1152-q8-k1024", num_sequences=1152, max_seqlen_q=8, max_seqlen_k=1024),
     Shape(id="B576-q2048-k2048", num_sequences=576, max_seqlen_q=2048, max_seqlen_k=2048),
 ]

@@ -104,12 +104,14 @@ def run(op: str, shape: Shape, device: torch.device, repeats: int) -> None:
         error = max_error(out, expected)
         if name != "linear alone" and not error <= allowed:
             raise SystemExit(f"{op}: {name} differs from eager by {error:.1e} > {allowed:.1e}: not timed")
+    base = "torch compiled" if device.type == "cuda" else "torch eager"
     with torch.no_grad():
         compare(
             make_work(op, shape, "forward"),
             {name: lambda layer=layer: layer(x, weight) for name, layer in providers.items()},
             device=device,
             repeats=repeats,
+            base=base,
         )
     compare(
         make_work(op, shape, "backward"),
@@ -119,6 +121,7 @@ def run(op: str, shape: Shape, device: torch.device, repeats: int) -> None:
         },
         device=device,
         repeats=repeats,
+        base=base,
     )
 
 
@@ -135,6 +138,7 @@ def tune(op: str, shape: Shape, device: torch.device, repeats: int) -> None:
                     {name: lambda: ours(x, weight), "linear alone": lambda: functional.linear(x, weight)},
                     device=device,
                     repeats=repeats,
+                    base="linear alone",
                 )
             except Exception as error:
                 if "OutOfResources" not in type(error).__name__:
@@ -146,6 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--shape", help="only shapes of this id")
     parser.add_argument("--tune", choices=tuple(OPS), help="time candidates of this kernel on the first shape")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
@@ -156,7 +161,8 @@ def main() -> None:
         return
     for op in OPS:
         for shape in SHAPES[arguments.device]:
-            run(op, shape, device, arguments.repeats)
+            if arguments.shape in (None, shape.id):
+                run(op, shape, device, arguments.repeats)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from gem_kernels.testing.inputs import (
     make_offsets,
     random_lengths,
     sequence_of_row,
+    zipf_lengths,
 )
 from gem_kernels.testing.numerics import assert_matches_oracle, assert_rms, max_error, rounding_floor, summation_floor
 
@@ -26,4 +27,5 @@ __all__ = [
     "rounding_floor",
     "sequence_of_row",
     "summation_floor",
+    "zipf_lengths",
 ]

@@ -153,9 +153,18 @@ def environment(device: torch.device) -> dict[str, str | None]:
     }
 
 
-def _ratio(work: Work, timing: Timing, name: str, base_rate: float) -> dict[str, Any]:
-    rate = work.flops / timing.median / 1e9
-    return {"ratio": round(rate / base_rate, 4), "ratio_to": name, "base_tflop_per_s": round(base_rate, 1)}
+def _base(
+    work: Work, timings: dict[str, Timing], base: Base | str | None, device: torch.device
+) -> tuple[str, Callable[[Timing], float]]:
+    """What rows are compared with, and the ratio of a timing to it; other work leaves ``timings``."""
+    if base is None:
+        rate = copy_gb_per_s(device)
+        return "device copy", lambda timing: work.num_bytes / timing.median / 1e6 / rate
+    if isinstance(base, str):
+        milliseconds = timings[base].median
+        return base, lambda timing: milliseconds / timing.median
+    rate = base.flops / timings.pop(base.name).median
+    return base.name, lambda timing: work.flops / timing.median / rate
 
 
 def compare(
@@ -165,36 +174,41 @@ def compare(
     device: torch.device,
     warmup: int = 3,
     repeats: int = 30,
-    base: Base | None = None,
+    base: Base | str | None = None,
     **extra: Any,
 ) -> list[dict[str, Any]]:
     """Time the providers of one piece of work and write one JSON line each to stdout; returns the rows.
 
-    With ``base`` each row also holds ``ratio``, its TFLOP/s over those of the base, and ``ratio_to``, the base's name.
+    ``ratio`` of a row is how many times as fast it is as ``ratio_to``: its GB/s over those of a device copy, or over
+    ``base``, which is other work (TFLOP/s over its TFLOP/s) or the name of a provider.
     """
     rows = []
-    functions = dict(providers) | ({base.name: base.function} if base is not None else {})
+    functions = dict(providers) | ({base.name: base.function} if isinstance(base, Base) else {})
     timings = measure(functions, device=device, warmup=warmup, repeats=repeats)
-    base_rate = base.flops / timings.pop(base.name).median / 1e9 if base is not None else None
+    name_of_base, ratio = _base(work, timings, base, device)
+    where = environment(device)
     for name, timing in timings.items():
-        gb_per_s = work.num_bytes / timing.median / 1e6
         row = {
             "op": work.op,
-            "provider": name,
             "direction": work.direction,
             "shape": work.shape,
+            "provider": name,
             "dtype": str(work.dtype).removeprefix("torch."),
             "ms": round(timing.median, 4),
+            "tflops": round(work.flops / timing.median / 1e9, 4),
+            "gbps": round(work.num_bytes / timing.median / 1e6, 1),
+            "ratio": round(ratio(timing), 4),
+            "ratio_to": name_of_base,
+            "gpu": where["device"],
+            "torch": where["torch"],
+            "triton": where["triton"],
+            "commit": where["commit"],
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "driver": where["driver"],
             "ms_p20": round(timing.p20, 4),
             "ms_p80": round(timing.p80, 4),
-            "tflop_per_s": round(work.flops / timing.median / 1e9, 4),
-            "gb_per_s": round(gb_per_s, 1),
-            "of_copy_rate": round(gb_per_s / copy_gb_per_s(device), 4),
-            **({} if base is None or base_rate is None else _ratio(work, timing, base.name, base_rate)),
             "peak_mib": None if timing.peak_mib is None else round(timing.peak_mib, 1),
             **extra,
-            **environment(device),
-            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }
         sys.stdout.write(json.dumps(row) + "\n")
         sys.stdout.flush()

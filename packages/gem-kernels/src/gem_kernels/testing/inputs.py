@@ -64,6 +64,15 @@ def random_lengths(num_sequences: int, max_seqlen: int, *, sparsity: float = 0.5
     return torch.randint(low, high + 1, (num_sequences,), generator=generator)
 
 
+def zipf_lengths(num_sequences: int, max_seqlen: int, *, exponent: float = 1.0, seed: int = 0) -> Tensor:
+    """Lengths (B,) int64 of [1, max_seqlen], a length n as often as n**-exponent: many short, a few long."""
+    if exponent < 0:
+        raise ValueError(f"zipf_lengths: `exponent` must be >= 0, got {exponent}.")
+    weights = torch.arange(1, max_seqlen + 1, dtype=torch.float64) ** -exponent
+    generator = torch.Generator().manual_seed(seed)
+    return torch.multinomial(weights, num_sequences, replacement=True, generator=generator) + 1
+
+
 def sequence_of_row(offsets: Tensor, row: int) -> int:
     """Index of the sequence that owns a packed row."""
     return int(torch.searchsorted(offsets.cpu(), row, right=True)) - 1
