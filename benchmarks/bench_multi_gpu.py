@@ -28,7 +28,7 @@ import torch  # noqa: E402
 from multi_gpu.launch import Launch, Task, announce, run_launch  # noqa: E402
 from multi_gpu.tables import print_tables  # noqa: E402
 
-PARTS = ("correctness", "collectives", "scaling", "prediction")
+PARTS = ("correctness", "collectives", "scaling", "wires", "prediction")
 ENGINES = ("symm_mem_low_contention", "nccl_zero_cta")
 """Beside the default, each in processes of its own, as symmetric memory has one backend per process."""
 BAD = ("fail", "error")
@@ -75,10 +75,13 @@ def make_launches(parts: list[str], size: int, device: str) -> list[Launch]:
         wire = {"mib": [0.0625, 0.5], "beside_mib": [0.5], "matmul": 128}
         model |= {"preset": "tiny", "num_samples": 8, "max_length": 16, "item_rows": 1_000}
         model |= {"steps": 2, "precision": "fp32"}
+    gathers: dict[str, Any] = {"mib": [64, 512], "columns": 2048} if cuda else {"mib": [0.0625], "columns": 64}
     launches = []
 
     def add(name: str, budget_s: float, *tasks: Task, **variables: str) -> None:
-        chosen = tuple(task for task in tasks if task.part in parts and (size > 1 or task.part != "collectives"))
+        chosen = tuple(
+            task for task in tasks if task.part in parts and (size > 1 or task.part not in ("collectives", "wires"))
+        )
         if chosen:
             launch = Launch(name=name, tasks=chosen, size=size, device=device, budget_s=budget_s, environment=variables)
             launches.append(launch)
@@ -88,17 +91,19 @@ def make_launches(parts: list[str], size: int, device: str) -> list[Launch]:
 
     correctness = Task(part="correctness", module="correctness", arguments=correct)
     scaling = Task(part="scaling", module="scaling", arguments=model)
+    wires = Task(part="wires", module="wires", arguments={**gathers, "model": model})
     if not cuda:
-        add("all parts", 240, correctness, collectives("default", *ENGINES), scaling)
+        add("all parts", 240, correctness, collectives("default", *ENGINES), scaling, wires)
         return launches
     add("correctness", 120, correctness)
     add("scaling", 150, scaling)
+    add("wires", 75, wires)
     for engine in ENGINES:
         # Default first, before anything else can fail.
         engines = ("default", engine) if engine == ENGINES[0] else (engine,)
-        gathers = replace(scaling, arguments={**model, "engine": engine})
+        steps = replace(scaling, arguments={**model, "engine": engine})
         variables = {"NCCL_CTA_POLICY": "2"} if engine == "nccl_zero_cta" else {}
-        add(engine, 90, collectives(*engines), *([gathers] if size > 1 else []), **variables)
+        add(engine, 90, collectives(*engines), *([steps] if size > 1 else []), **variables)
     return launches
 
 

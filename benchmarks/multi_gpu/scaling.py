@@ -32,7 +32,7 @@ from gem_parallel import (
     parallelize,
 )
 from gem_parallel.collectives import choose_collectives, set_fully_shard_collectives
-from gem_precision import convert, get_recipe
+from gem_precision import convert, get_recipe, get_wire
 from gem_train import mfu
 from gem_train.config import TrainerConfig
 from gem_train.feed import Staged
@@ -43,7 +43,7 @@ from gem_train.timing import PhaseTimer
 from multi_gpu.launch import Rank
 from multi_gpu.workload import Rows, Samples, draw_samples, make_config, make_tables
 
-__all__ = ["Variant", "run", "variants"]
+__all__ = ["Bench", "Variant", "run", "variants"]
 
 NUM_BATCHES = 3
 WARM_UP = 4
@@ -67,6 +67,8 @@ class Variant:
     """Samples are moved between ranks so that the ranks' FLOPs are alike, before the time is taken."""
     gathers: str = "default"
     """Engine of FSDP's all-gathers."""
+    param_wire: str = "none"
+    """Form in which parameters travel, by the name that ``gem_precision.get_wire`` knows."""
 
 
 def variants(size: int) -> dict[str, Variant]:
@@ -108,7 +110,7 @@ def run(
         precision: Recipe of gem_precision.
         engine: Name as of ``choose_collectives``.
     """
-    bench = _Bench(rank, preset, num_samples, max_length, Rows(item=item_rows), steps, precision)
+    bench = Bench(rank, preset, num_samples, max_length, Rows(item=item_rows), steps, precision)
     if engine is None:
         rank.attempt(bench.one_gpu, name="one GPU")
         chosen = variants(rank.size) if rank.size > 1 else {}
@@ -122,7 +124,9 @@ def run(
         _free()
 
 
-class _Bench:
+class Bench:
+    """One workload on one GPU and on all; arguments as of ``run``."""
+
     def __init__(
         self, rank: Rank, preset: str, num_samples: int, max_length: int, rows: Rows, steps: int, precision: str
     ) -> None:
@@ -198,6 +202,7 @@ class _Bench:
             shard_units=model.shard_units,
             forward_prefetch=int(variant.overlap),
             backward_prefetch=int(variant.overlap),
+            param_wire=None if variant.param_wire == "none" else get_wire(variant.param_wire),
         )
         model = parallelize(model, plan, mesh)
         if variant.gathers != "default":
