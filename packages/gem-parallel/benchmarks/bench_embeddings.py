@@ -3,15 +3,24 @@
     python benchmarks/bench_embeddings.py [--device cpu|cuda] [--steps 20] [--batch 2048 ...] [--shape NAME]
     [--optimizer KIND] [--profile]
 
-Each row is one (shape, provider): milliseconds of exchange + lookup (forward) and of backward with the fused optimizer,
-median and 20th / 80th percentile over interleaved steps, and the ratios of the medians to both providers of fbgemm.
-The dense model between the two is a node that hands over gradients made before; it is not timed.
+Each row is one (shape, batch, provider). `ms` are milliseconds of exchange + lookup (forward) and of backward with the
+fused optimizer, with a wait for the device after each, median and 20th / 80th percentile over interleaved steps. `loop`
+is milliseconds per step of a loop without such waits, as training runs; the median over interleaved rounds. Ratios of
+both, to every provider of fbgemm, follow. The dense model between forward and backward is a node that hands over
+gradients made before; it is not timed in `ms`, and costs one operator in `loop`.
 
-- `tbe` is one SplitTableBatchedEmbeddingBagsCodegen over all features, ids already concatenated and unchecked, pooling
-  inside the kernel (unpooled for the shape `history`), one output for all features: a lower bound that does less work.
-- `tbe_inputs` is the same module as one uses it: it starts from each feature's own tensors, has fbgemm's own check of
-  ids (which wants no wait, moves bad ids to row 0 and takes -1 for valid), and gives each feature's rows.
-- `gem` starts from each feature's own tensors, too, checks every id and offset exactly, and raises.
+Providers of fbgemm are one SplitTableBatchedEmbeddingBagsCodegen over all features, pooling inside the kernel (unpooled
+for the shape `history`):
+
+- `tbe`: ids already concatenated and unchecked, one output for all features, whose gradient comes as one tensor: a
+  lower bound that does less work than any model's step.
+- `tbe_features`: the same work as gem's but for the check: from each feature's own tensors, unchecked, to each
+  feature's rows, whose gradients come one by one.
+- `tbe_inputs`: that with fbgemm's own check of ids, which wants no wait, moves bad ids to row 0 and takes -1 for valid.
+- `tbe_raises`: that, and the count of bad ids is read before the rows are handed on, so that it can raise as gem does.
+
+`gem` starts from each feature's own tensors, checks every id and offset exactly, raises, and gives each feature's rows.
+`gem_ahead` is the same with `exchange` a batch ahead, as a pipelined step calls it.
 
 Steps go round eight batches. All batches of a shape have the same sizes, but for `ragged`, where bags have 0 to 39 ids.
 The tables of `dims` have 16, 64 and 128 columns in turn, which is one lookup for fbgemm and three for gem.
@@ -21,7 +30,6 @@ The tables of `dims` have 16, 64 and 128 columns in turn, which is one lookup fo
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import logging
 import platform
@@ -30,6 +38,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -65,24 +74,27 @@ SHAPES = [
     Shape(name="ragged", num_tables=8, num_rows=200_000, dims=(64,), ids_per_bag=20, ragged=True),
 ]
 NUM_BATCHES = 8
+NUM_ROUNDS = 6
 Inputs = list[tuple[torch.Tensor, torch.Tensor]]
 Forward = Callable[[int], list[torch.Tensor]]
 """Number of the batch -> outputs."""
+Provider = Callable[[list[Inputs]], Forward]
+"""Batches -> lookups of them, in tables that stay."""
 
 
 def make_inputs(shape: Shape, batch: int, device: str, seed: int) -> Inputs:
     """Per table (values, offsets); ids follow a power law, as ids do."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
+    options = {"generator": generator, "device": device}
     found = []
     num_bags = batch * shape.bags_per_sample
     for _ in range(shape.num_tables):
-        lengths = torch.full((num_bags,), shape.ids_per_bag)
+        lengths = torch.full((num_bags,), shape.ids_per_bag, device=device)
         if shape.ragged:
-            lengths = torch.randint(0, 2 * shape.ids_per_bag, (num_bags,), generator=generator)
-        uniform = torch.rand(int(lengths.sum()), generator=generator, dtype=torch.float64)
+            lengths = torch.randint(0, 2 * shape.ids_per_bag, (num_bags,), **options)
+        uniform = torch.rand(int(lengths.sum()), dtype=torch.float64, **options)
         values = ((shape.num_rows**uniform - 1).long()).clamp(0, shape.num_rows - 1)
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        found.append((values.to(device), offsets.to(device)))
+        found.append((values, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])))
     return found
 
 
@@ -90,13 +102,13 @@ class Dense(torch.autograd.Function):
     """In place of the dense model: takes all outputs, gives back gradients that were made before."""
 
     @staticmethod
-    def forward(ctx, grads: list[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, grads: list[torch.Tensor], zero: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:
         ctx.grads = grads
-        return outputs[0].new_zeros(())
+        return zero.view(())
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *ctx.grads
+        return None, None, *ctx.grads
 
 
 def synchronise(device: str) -> None:
@@ -105,29 +117,45 @@ def synchronise(device: str) -> None:
 
 
 class Step:
-    """Times forward and backward of one provider."""
+    """Forward and backward of one provider."""
 
     def __init__(self, device: str, forward: Forward) -> None:
         self.device, self.forward = device, forward
-        self.grads: dict[int, list[torch.Tensor]] = {}
+        self.grads: dict[tuple[torch.Size, ...], list[torch.Tensor]] = {}
+        self.zero = torch.zeros((), device=device)
+        self.one = torch.ones((), device=device)
+
+    def dense(self, outputs: list[torch.Tensor]) -> torch.Tensor:
+        shapes = tuple(each.shape for each in outputs)
+        if shapes not in self.grads:
+            self.grads[shapes] = [torch.full_like(each, 1e-3) for each in outputs]
+        return Dense.apply(self.grads[shapes], self.zero, *outputs)
 
     def __call__(self, number: int) -> tuple[float, float]:
+        """Milliseconds of forward and of backward."""
         synchronise(self.device)
         start = time.perf_counter()
         outputs = self.forward(number)
         synchronise(self.device)
         forward = time.perf_counter() - start
-        if number not in self.grads:
-            self.grads[number] = [torch.ones_like(each) for each in outputs]
-        loss = Dense.apply(self.grads[number], *outputs)
+        loss = self.dense(outputs)
         synchronise(self.device)
         start = time.perf_counter()
-        loss.backward()
+        loss.backward(self.one)
         synchronise(self.device)
         return forward * 1e3, (time.perf_counter() - start) * 1e3
 
+    def loop(self, count: int) -> float:
+        """Milliseconds per step of so many without a wait between them."""
+        synchronise(self.device)
+        start = time.perf_counter()
+        for index in range(count):
+            self.dense(self.forward(index % NUM_BATCHES)).backward(self.one)
+        synchronise(self.device)
+        return (time.perf_counter() - start) * 1e3 / count
 
-def gem_forward(shape: Shape, batches: list[Inputs], device: str, kind: str) -> Forward:
+
+def gem(shape: Shape, device: str, kind: str, *, ahead: bool = False) -> Provider:
     names = [f"t{index}" for index in range(shape.num_tables)]
     module = ShardedEmbeddings(
         [TableConfig(name=n, num_rows=shape.num_rows, dim=dim) for n, dim in zip(names, shape.table_dims, strict=True)],
@@ -135,8 +163,24 @@ def gem_forward(shape: Shape, batches: list[Inputs], device: str, kind: str) -> 
         optimizer=SparseOptimizerConfig(kind=kind),
         device=device,
     )
-    ids = [dict(zip(names, each, strict=True)) for each in batches]
-    return lambda number: list(module.lookup(module.exchange(ids[number])).values())
+
+    def provide(batches: list[Inputs]) -> Forward:
+        ids = [dict(zip(names, each, strict=True)) for each in batches]
+        if not ahead:
+            return lambda number: list(module.lookup(module.exchange(ids[number])).values())
+        pending: dict[int, object] = {}
+
+        def forward(number: int) -> list[torch.Tensor]:
+            # Every call but the first finds its batch.
+            mine = pending.pop(number, None) or module.exchange(ids[number])
+            rows = list(module.lookup(mine).values())
+            pending.clear()
+            pending[(number + 1) % NUM_BATCHES] = module.exchange(ids[(number + 1) % NUM_BATCHES])
+            return rows
+
+        return forward
+
+    return provide
 
 
 def make_tbe(shape: Shape, device: str, kind: str, *, checked: bool) -> torch.nn.Module:
@@ -180,25 +224,42 @@ def joined(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([values for values, _ in inputs]), torch.cat(offsets)
 
 
-def tbe_forward(shape: Shape, batches: list[Inputs], device: str, kind: str) -> Forward:
-    tbe = make_tbe(shape, device, kind, checked=False)
-    ready = [joined(each) for each in batches]
-    return lambda number: [tbe(*ready[number])]
+def tbe(shape: Shape, device: str, kind: str) -> Provider:
+    module = make_tbe(shape, device, kind, checked=False)
+
+    def provide(batches: list[Inputs]) -> Forward:
+        ready = [joined(each) for each in batches]
+        return lambda number: [module(*ready[number])]
+
+    return provide
 
 
-def tbe_inputs_forward(shape: Shape, batches: list[Inputs], device: str, kind: str) -> Forward:
-    tbe = make_tbe(shape, device, kind, checked=True)
+def tbe_features(shape: Shape, device: str, kind: str, *, checked: bool = False, raises: bool = False) -> Provider:
+    module = make_tbe(shape, device, kind, checked=checked)
 
-    def forward(number: int) -> list[torch.Tensor]:
-        rows = tbe(*joined(batches[number]))
-        if shape.pooling == "none":
-            return list(rows.split([values.numel() for values, _ in batches[number]]))
-        return list(rows.split(shape.table_dims, dim=1))
+    def provide(batches: list[Inputs]) -> Forward:
+        def forward(number: int) -> list[torch.Tensor]:
+            rows = module(*joined(batches[number]))
+            if raises and int(module.bounds_check_warning):
+                raise IndexError("ids out of range")
+            if shape.pooling == "none":
+                return list(rows.split([values.numel() for values, _ in batches[number]]))
+            return list(rows.split(shape.table_dims, dim=1))
 
-    return forward
+        return forward
+
+    return provide
 
 
-PROVIDERS = {"tbe": tbe_forward, "tbe_inputs": tbe_inputs_forward, "gem": gem_forward}
+PROVIDERS = {
+    "tbe": tbe,
+    "tbe_features": tbe_features,
+    "tbe_inputs": partial(tbe_features, checked=True),
+    "tbe_raises": partial(tbe_features, checked=True, raises=True),
+    "gem": gem,
+    "gem_ahead": partial(gem, ahead=True),
+}
+BASES = [name for name in PROVIDERS if name.startswith("tbe")]
 
 
 def profiled(step: Step, count: int = 8) -> dict[str, float]:
@@ -225,67 +286,88 @@ def spread(samples: list[float]) -> dict[str, float]:
     return {"median": statistics.median(samples), "p20": quantiles[0], "p80": quantiles[3]}
 
 
+def measure(steps: dict[str, Step], count: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Provider -> what -> milliseconds."""
+    times: dict[str, list[tuple[float, float]]] = {provider: [] for provider in steps}
+    for index in range(count + NUM_BATCHES):
+        for provider, step in steps.items():
+            measured = step(index % NUM_BATCHES)
+            if index >= NUM_BATCHES:
+                times[provider].append(measured)
+    loops: dict[str, list[float]] = {provider: [] for provider in steps}
+    for _ in range(NUM_ROUNDS):
+        for provider, step in steps.items():
+            loops[provider].append(step.loop(2 * NUM_BATCHES))
+    return {
+        provider: {
+            "forward": spread([forward for forward, _ in measured]),
+            "backward": spread([backward for _, backward in measured]),
+            "total": spread([sum(each) for each in measured]),
+            "loop": spread(loops[provider]),
+        }
+        for provider, measured in times.items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, nargs="+", default=[2048], help="samples per step")
     parser.add_argument("--shape", choices=[shape.name for shape in SHAPES], action="append")
+    parser.add_argument("--provider", choices=list(PROVIDERS), action="append", help="`tbe` is always measured")
     parser.add_argument("--optimizer", choices=["sgd", "adagrad", "rowwise_adagrad", "adam"], default="rowwise_adagrad")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     logging.disable(logging.INFO)
     name = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or platform.machine()
     table = []
-    for batch, shape in itertools.product(options.batch, SHAPES):
+    for shape in SHAPES:
         if options.shape and shape.name not in options.shape:
             continue
-        batches = [make_inputs(shape, batch, options.device, seed) for seed in range(NUM_BATCHES)]
-        steps = {
-            provider: Step(options.device, make(shape, batches, options.device, options.optimizer))
+        providers = {
+            provider: make(shape, options.device, options.optimizer)
             for provider, make in PROVIDERS.items()
+            if not options.provider or provider in ("tbe", *options.provider)
         }
-        times: dict[str, list[tuple[float, float]]] = {provider: [] for provider in steps}
-        for index in range(options.steps + NUM_BATCHES):
-            for provider, step in steps.items():
-                measured = step(index % NUM_BATCHES)
-                if index >= NUM_BATCHES:
-                    times[provider].append(measured)
-        parts_of = {
-            provider: {
-                "forward": spread([forward for forward, _ in measured]),
-                "backward": spread([backward for _, backward in measured]),
-                "total": spread([sum(each) for each in measured]),
+        for batch in options.batch:
+            batches = [make_inputs(shape, batch, options.device, seed) for seed in range(NUM_BATCHES)]
+            steps = {provider: Step(options.device, provide(batches)) for provider, provide in providers.items()}
+            found = measure(steps, options.steps)
+            medians = {
+                provider: {part: values["median"] for part, values in parts.items()}
+                for provider, parts in found.items()
             }
-            for provider, measured in times.items()
-        }
-        medians = {
-            provider: {part: values["median"] for part, values in parts.items()} for provider, parts in parts_of.items()
-        }
-        for provider, parts in parts_of.items():
-            row = {
-                "op": "embeddings",
-                "provider": provider,
-                "shape": shape.name,
-                "optimizer": options.optimizer,
-                "batch": batch,
-                "ids": sum(values.numel() for inputs in batches for values, _ in inputs) / NUM_BATCHES,
-                "ms": parts,
-                "ratio_to_tbe": medians[provider]["total"] / medians["tbe"]["total"],
-                "ratio_to_tbe_inputs": medians[provider]["total"] / medians["tbe_inputs"]["total"],
-                "device": name,
-                "threads": torch.get_num_threads(),
-                "torch": torch.__version__,
-            }
-            if options.profile:
-                row["profile"] = profiled(steps[provider])
-            print(json.dumps(row), flush=True)
-            ratios = row["ratio_to_tbe"], row["ratio_to_tbe_inputs"]
-            table.append((shape.name, batch, provider, *medians[provider].values(), *ratios))
-    heads = ("forward ms", "backward ms", "total ms", "to tbe", "to tbe_inputs")
-    print(f"\n{'shape':<14}{'batch':>7}  {'provider':<12}" + "".join(f"{head:>14}" for head in heads))
-    for shape_name, batch, provider, *numbers in table:
-        print(f"{shape_name:<14}{batch:>7}  {provider:<12}" + "".join(f"{number:>14.3f}" for number in numbers))
+            for provider, parts in found.items():
+                mine = medians[provider]
+                ratios = {
+                    part: {base: mine[part] / medians[base][part] for base in BASES if base in medians}
+                    for part in ("total", "loop")
+                }
+                row = {
+                    "op": "embeddings",
+                    "provider": provider,
+                    "shape": shape.name,
+                    "optimizer": options.optimizer,
+                    "batch": batch,
+                    "ids": sum(values.numel() for inputs in batches for values, _ in inputs) / NUM_BATCHES,
+                    "ms": parts,
+                    "ratios": ratios,
+                    "device": name,
+                    "threads": torch.get_num_threads(),
+                    "torch": torch.__version__,
+                }
+                if options.profile:
+                    row["profile"] = profiled(steps[provider])
+                print(json.dumps(row), flush=True)
+                table.append((shape.name, batch, provider, mine, ratios))
+    print("\nmilliseconds, and ratios of `total` and `loop` to each of fbgemm's")
+    heads = ("forward", "backward", "total", "loop", *(f"/{base}" for base in BASES))
+    print(f"{'shape':<12}{'batch':>6} {'provider':<13}" + "".join(f"{head:>14}" for head in heads))
+    for shape_name, batch, provider, mine, ratios in table:
+        cells = [f"{number:.3f}" for number in mine.values()]
+        cells += [f"{ratios['total'].get(base, 0):.2f} {ratios['loop'].get(base, 0):.2f}" for base in BASES]
+        print(f"{shape_name:<12}{batch:>6} {provider:<13}" + "".join(f"{cell:>14}" for cell in cells))
 
 
 if __name__ == "__main__":
