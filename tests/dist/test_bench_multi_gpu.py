@@ -44,6 +44,12 @@ def test_all_parts_on_two_gloo_processes(tmp_path: Path) -> None:
     # Rows of half the bytes cannot take longer.
     assert 0 < predicted["rows in bf16"]["predicted_ms"] <= predicted["base"]["predicted_ms"]
     assert steps["balanced batches"]["imbalance"] < steps["base"]["imbalance"]
+    wires = [row for row in rows if row["part"] == "wires"]
+    assert [row["status"] for row in wires] == ["ok"] * 9
+    # A byte an element and one for 32, against two and against four.
+    sent = {(row["name"], row["dtype"]): row["sent_mib"] for row in wires if "dtype" in row}
+    assert sent["mxfp8", "bfloat16"] == sent["none", "bfloat16"] * 33 / 64
+    assert sent["mxfp8", "float32"] == sent["none", "float32"] * 33 / 128
 
 
 def test_a_wrong_weight_is_far_above_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
