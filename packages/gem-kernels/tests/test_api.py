@@ -28,6 +28,7 @@ MODULES = {
     "gem_kernels.jagged": {
         "jagged_concat",
         "jagged_last_k",
+        "jagged_split",
         "jagged_to_padded",
         "lengths_to_offsets",
         "offsets_to_lengths",
@@ -66,6 +67,7 @@ SIGNATURES = {
     "jagged.jagged_to_padded": "values, offsets, max_seqlen, fill",
     "jagged.padded_to_jagged": "padded, offsets, total",
     "jagged.jagged_concat": "a, b",
+    "jagged.jagged_split": "values, offsets, offsets_a, total_a",
     "jagged.jagged_last_k": "values, offsets, k",
 }
 

@@ -9,6 +9,7 @@ from gem_kernels import reference
 from gem_kernels.jagged import (
     jagged_concat,
     jagged_last_k,
+    jagged_split,
     jagged_to_padded,
     lengths_to_offsets,
     offsets_to_lengths,
@@ -101,6 +102,31 @@ def test_padding_and_packing_are_inverse(case):
     longest = max(case.lengths, default=0)
     padded = jagged_to_padded(values, case.offsets, longest, fill=float("nan"))
     assert torch.equal(padded_to_jagged(padded, case.offsets), values)
+
+
+@BY_CASE
+@pytest.mark.parametrize("part", ["nothing", "third", "all"])
+def test_jagged_split(case, part):
+    lengths = torch.diff(case.offsets)
+    offsets_a = make_offsets({"nothing": lengths * 0, "third": lengths // 3, "all": lengths}[part])
+    (_, of_a), (_, of_b) = jagged_split(case.values(), case.offsets, offsets_a)
+    assert torch.equal(of_a, offsets_a)
+    assert torch.equal(of_b, case.offsets - offsets_a)
+    for i in range(2):
+        assert_same_function(
+            lambda x, i=i: jagged_split(x, case.offsets, offsets_a, int(offsets_a[-1]))[i][0],
+            lambda x, i=i: reference.jagged.jagged_split(x, case.offsets, offsets_a)[i][0],
+            case.values(),
+        )
+
+
+@BY_CASE
+def test_split_undoes_concat(case):
+    values = case.values()
+    both, offsets = jagged_concat((values, case.offsets), (values + 1, case.offsets))
+    (a, _), (b, _) = jagged_split(both, offsets, case.offsets)
+    assert torch.equal(a, values)
+    assert torch.equal(b, values + 1)
 
 
 @BY_CASE
@@ -212,6 +238,9 @@ BAD = [
     (lambda: jagged_concat((V, OFF), (V.double(), OFF)), TypeError, "`values of b` must have the dtype of"),
     (lambda: jagged_concat((V, OFF), (V[:, :1], OFF)), ValueError, r"rows of the shape of `a`, \(2,\), got \(1,\)"),
     (lambda: jagged_concat((V, OFF), (V, OFF[[0, 2]])), ValueError, "`b` must have as many sequences as `a`, 2, got 1"),
+    (lambda: jagged_split(V, OFF, OFF[[0, 2]]), ValueError, "`offsets_a` must have as many sequences as `offsets`, 2"),
+    (lambda: jagged_split(V, OFF, OFF.flip(0)), ValueError, "jagged_split: `offsets_a` must"),
+    (lambda: jagged_split(V, OFF, OFF.new_tensor([0, 0, 6])), ValueError, r"no part longer .* at sequence 1"),
     (lambda: jagged_concat((V, OFF), (V[:5], OFF)), ValueError, "jagged_concat: `offsets of b` must end at"),
 ]  # fmt: skip
 

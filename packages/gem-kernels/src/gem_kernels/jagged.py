@@ -26,6 +26,7 @@ from gem_kernels._src.validate import check_offsets, check_same
 __all__ = [
     "jagged_concat",
     "jagged_last_k",
+    "jagged_split",
     "jagged_to_padded",
     "lengths_to_offsets",
     "offsets_to_lengths",
@@ -180,6 +181,58 @@ def jagged_concat(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[T
     )
     values = scatter_rows(torch.cat([values_a, values_b]), index, total_a + total_b, 0.0)
     return values, offsets
+
+
+def jagged_split(
+    values: Tensor, offsets: Tensor, offsets_a: Tensor, total_a: int | None = None
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Split each sequence in two: the inverse of ``jagged_concat``.
+
+    Args:
+        values: (T, ...), any dtype.
+        offsets: (B + 1,), int32 or int64, on the device of ``values``.
+        offsets_a: (B + 1,), offsets of the first parts, none longer than its sequence.
+        total_a: ``offsets_a[-1]`` as a Python int. Without it the value is read from the device, which waits for it.
+
+    Returns:
+        ``(values, offsets)`` of the first parts and of the second, with values (T_a, ...) and (T - T_a, ...) and
+        offsets (B + 1,) int64.
+
+    Raises:
+        TypeError, ValueError: on dtype, shape or device mismatch, and on the CPU on offsets that do not rise from 0
+            to the number of rows or on a first part that is longer than its sequence.
+    """
+    op = "jagged_split"
+    check_jagged(op, "values", values, "offsets", offsets)
+    check_offsets(op, "offsets_a", offsets_a, values)
+    if offsets_a.shape != offsets.shape:
+        raise ValueError(
+            f"{op}: `offsets_a` must have as many sequences as `offsets`, {offsets.shape[0] - 1}, "
+            f"got {offsets_a.shape[0] - 1}."
+        )
+    if total_a is None:
+        total_a = int(offsets_a[-1])
+    check_size(op, "total_a", total_a)
+    check_on_cpu(op, "offsets_a", offsets_a, total_a)
+    offsets, offsets_a = offsets.to(torch.int64), offsets_a.to(torch.int64)
+    offsets_b = offsets - offsets_a
+    if offsets.device.type == "cpu" and not torch.compiler.is_compiling() and (torch.diff(offsets_b) < 0).any():
+        b = int(torch.diff(offsets_b).argmin())
+        lengths = torch.diff(offsets), torch.diff(offsets_a)
+        raise ValueError(
+            f"{op}: `offsets_a` must leave no part longer than its sequence, got {int(lengths[1][b])} tokens of "
+            f"{int(lengths[0][b])} at sequence {b}; shorten it."
+        )
+    num_sequences = offsets.shape[0] - 1
+    lengths_a = torch.diff(offsets_a, append=offsets_a[-1:])
+    parts = []
+    for part, total, start in ((offsets_a, total_a, None), (offsets_b, values.shape[0] - total_a, lengths_a)):
+        sequence, position = sequence_and_position(part, total)
+        index = offsets[sequence] + position
+        if start is not None:
+            index += start[sequence]
+        parts.append((gather_rows(values, index, sequence < num_sequences), part))
+    return parts[0], parts[1]
 
 
 def jagged_last_k(values: Tensor, offsets: Tensor, k: int) -> tuple[Tensor, Tensor]:

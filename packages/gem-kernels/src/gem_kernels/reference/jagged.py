@@ -41,6 +41,17 @@ def jagged_concat(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[T
     return torch.cat(rows), a[1].long() + b[1].long()
 
 
+def jagged_split(
+    values: Tensor, offsets: Tensor, offsets_a: Tensor
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """``(values, offsets)`` of both parts; arguments as in ``gem_kernels.jagged``."""
+    first, second = [values[:0]], [values[:0]]
+    for x, length in zip(_split(values, offsets), torch.diff(offsets_a).tolist(), strict=True):
+        first.append(x[:length])
+        second.append(x[length:])
+    return (torch.cat(first), offsets_a.long()), (torch.cat(second), offsets.long() - offsets_a.long())
+
+
 def jagged_last_k(values: Tensor, offsets: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """``(last, mask)`` of shapes (B, k, ...) and (B, k); arguments as in ``gem_kernels.jagged``."""
     rows, masks = [values[:0].reshape(0, k, *values.shape[1:])], [torch.empty(0, k, dtype=torch.bool)]
