@@ -14,7 +14,7 @@ from gem_kernels._src.attention.hopper.schedule import MAX_TILES, Schedule, make
 from gem_kernels._src.attention.launch import capability_of
 from gem_kernels._src.attention.pairing import Pairing
 
-_MAX_ROWS = 2**31 - 1 - 128
+MAX_ROWS = 2**31 - 1 - 128
 """Coordinates of the copy engine have 32 bits, and a tile of up to 128 rows may begin at the last row."""
 _CHUNKS_PER_SM = 4
 _portable_only = False
@@ -37,6 +37,11 @@ def has_tested_gluon() -> bool:
     return triton.__version__.split(".")[:2] == ["3", "6"]
 
 
+def is_on_hopper(x: Tensor) -> bool:
+    """Whether kernels in Gluon for Hopper can run where x lies, and are not set aside."""
+    return not _portable_only and x.is_cuda and capability_of(x) == (9, 0) and has_tested_gluon()
+
+
 def serves(
     q: Tensor, k: Tensor, v: Tensor, pairing: Pairing, left: int, right: int, *, head_dims: Collection[int]
 ) -> bool:
@@ -47,17 +52,14 @@ def serves(
     to rounding.
     """
     return (
-        not _portable_only
-        and q.is_cuda
-        and capability_of(q) == (9, 0)
-        and has_tested_gluon()
+        is_on_hopper(q)
         and q.dtype in (torch.float16, torch.bfloat16)
         and q.shape[2] in head_dims
         and q.shape[2] == v.shape[2]
         and not pairing.indexed
         and left < 0
         and right < 0
-        and max(q.shape[0], k.shape[0]) <= _MAX_ROWS
+        and max(q.shape[0], k.shape[0]) <= MAX_ROWS
         and all(is_copyable(x) for x in (q, k, v))
     )
 

@@ -12,7 +12,7 @@ TILE_ROWS = 2 * ROWS
 """Rows of the two consumers together."""
 # Triton 3.9 has renamed them.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 _TILE_ROWS = gl.constexpr(TILE_ROWS)
 _ROWS = gl.constexpr(ROWS)
 
@@ -53,7 +53,7 @@ def store_tile(out_desc, out_ptr, out_tile, out, row, num_rows, channel, stride_
     out_tile.store(out)
     if num_rows >= _ROWS:
         fence_async_shared()
-        _tma_store(out_desc, [row, channel], out_tile)
+        tma_store(out_desc, [row, channel], out_tile)
     else:
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (D // 8), D // 8], [4, 1], [1, 0])
         rows = gl.arange(0, _ROWS, gl.SliceLayout(1, layout))
