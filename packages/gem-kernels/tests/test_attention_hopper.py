@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 from gem_kernels._src.attention.hopper import call as hopper_call
 from gem_kernels._src.attention.hopper import launch
-from gem_kernels._src.attention.hopper.schedule import make_schedule
+from gem_kernels._src.attention.hopper.schedule import make_schedule, whole_sequences
 from gem_kernels._src.attention.pairing import pair_sequences
 
 
@@ -140,6 +140,17 @@ def test_chunks_cover_every_query_row_once_and_come_with_most_work_first(case, m
     order = [work[row[2]] for row in chunks]
     if len(set(case.lengths_k)) == len(case.lengths_k):
         assert order == sorted(order, reverse=True)
+
+
+@pytest.mark.parametrize("case", SCHEDULES, ids=lambda case: case.id)
+def test_whole_sequences_come_once_with_most_work_first(case, interpreter):
+    offsets_q, offsets_k = offsets_of(case.lengths_q), offsets_of(case.lengths_k)
+    schedule = whole_sequences(offsets_q, offsets_k)
+    chunks = schedule.chunks[: int(schedule.num_chunks)].tolist()
+    sides = zip(offsets_q.tolist()[:-1], case.lengths_q, offsets_k.tolist()[:-1], case.lengths_k, strict=True)
+    assert sorted(chunks) == sorted(list(side) for side in sides if side[1] + side[3] > 0)
+    work = [len_q * len_k for _, len_q, _, len_k in chunks]
+    assert work == sorted(work, reverse=True)
 
 
 def test_a_kernel_is_looked_up_once_for_each_kind_of_call(monkeypatch):

@@ -54,9 +54,9 @@ def compile_specs() -> Sequence[CompileSpec]:
                 max_spill_bytes=32,
             ),
         ]
-    specs.append(
+    specs += [
         CompileSpec(
-            id="hopper-schedule",
+            id=f"hopper-schedule-{'whole' if whole else 'chunks'}",
             kernel=_schedule_kernel,
             signature={
                 "offsets_q_ptr": "*i64",
@@ -68,9 +68,10 @@ def compile_specs() -> Sequence[CompileSpec]:
                 "resident_keys": "i32",
                 "max_tiles": "i32",
             },
-            constexprs={"SORTED": True, "BLOCK": BLOCK, "OTHERS": OTHERS},
+            constexprs={"SORTED": True, "WHOLE": whole, "BLOCK": BLOCK, "OTHERS": OTHERS},
             aligned=("offsets_q_ptr", "offsets_k_ptr", "chunks_ptr", "num_chunks_ptr"),
             targets=(90,),
         )
-    )
+        for whole in (False, True)
+    ]
     return specs
