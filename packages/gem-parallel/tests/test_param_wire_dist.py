@@ -276,12 +276,32 @@ def rank_refusals(rank, world_size, folder):
         with pytest.raises(ValueError) as info:
             call()
         texts.append(str(info.value))
+    texts += [refusal_of(plan, rank, mesh) for plan in (other_wire, other_units, unfit_on_one)]
     dist.barrier()
     return texts
 
 
+def other_wire(rank):
+    return ParallelPlan(shard_units=UNITS, param_wire=ByteWire(rows_per_block=1 + 3 * rank))
+
+
+def other_units(rank):
+    return ParallelPlan(shard_units=UNITS[rank:], param_wire=ByteWire() if rank else None)
+
+
+def unfit_on_one(rank):
+    return ParallelPlan(shard_units=("nothing",) if rank else UNITS)
+
+
+def refusal_of(plan, rank, mesh):
+    with pytest.raises((RuntimeError, ValueError)) as info:
+        parallelize(Net(mesh.ep_group), plan(rank), mesh)
+    return f"{info.type.__name__}: {info.value}"
+
+
 def test_refusals(ranks):
-    for none, double, compute, wrong in ranks("rank_refusals", 2):
+    results = ranks("rank_refusals", 2)
+    for none, double, compute, wrong, *_ in results:
         assert none == (
             "parallelize: `plan.param_wire` (byte) must cover a parameter, got a module of 2 that all travel as they "
             "are; leave it out"
@@ -289,3 +309,15 @@ def test_refusals(ranks):
         assert "`module`'s parameters must be float32, bfloat16 to travel as byte, got torch.float64 for " in double
         assert "`plan.param_dtype` must be float32, bfloat16 to travel as byte, got torch.float16" in compute
         assert "`encode` of `plan.param_wire` must return contiguous uint8 of shape (" in wrong
+    for *_, wire, units, _ in results:
+        assert wire == (
+            "ValueError: parallelize: `plan.param_wire` must be equal on all ranks, got ByteWire(rows_per_block=1) on "
+            "rank 0, ByteWire(rows_per_block=4) on rank 1; make the plan from the same values on every rank"
+        )
+        assert (
+            "`plan.shard_units` must be equal on all ranks, got ('blocks.[01]', 'head') on rank 0, ('head',)" in units
+        )
+        assert "; different, too: `plan.param_wire`; make" in units
+    assert results[0][-1].startswith("RuntimeError: parallelize: `module` and `plan` must be right on every rank of ")
+    assert "and ranks [1] refused theirs" in results[0][-1]
+    assert results[1][-1].startswith("ValueError: parallelize: every pattern of `plan.shard_units` must match a module")

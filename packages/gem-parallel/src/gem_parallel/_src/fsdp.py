@@ -5,18 +5,19 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from gem_parallel._src.agreement import check_agreement
 from gem_parallel._src.checks import check_mesh
 from gem_parallel._src.collectives.base import Collectives
 from gem_parallel._src.collectives.fully_shard import set_fully_shard_collectives
 from gem_parallel._src.experts import ExpertParallel
 from gem_parallel._src.mesh import ParallelMesh
-from gem_parallel._src.param_wire import ParamWire, check_parameters, check_wire
+from gem_parallel._src.param_wire import ParamWire, check_parameters, check_wire, comparable_wire
 
 __all__ = ["ParallelPlan", "defer_all_reduce", "parallelize"]
 
@@ -139,57 +140,19 @@ def _with_experts(module: nn.Module, units: list[str], mesh: ParallelMesh) -> tu
     return units, expert
 
 
-def parallelize(
-    module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, collectives: Collectives | None = None
-) -> nn.Module:
-    """Shard a module's parameters over ``mesh.dense``, in place.
-
-    With dp_replicate 1 this is FSDP over dp_shard x ep, else HSDP. With ep, each ``ExpertParallel`` is a unit, whose
-    parameters are sharded over dp_shard only: the other ranks of ep hold other experts. Gradients are summed over all
-    ranks that used the parameter, never divided: divide the loss by the global number of samples. Build the optimizer
-    afterwards, from the sharded parameters. On a mesh of one rank the module comes back as it is, its patterns checked,
-    unless ``plan.param_wire`` rounds what compute reads.
-
-    Every rank must use the same parameters in every backward: a unit without a gradient on one rank skips its reduction
-    there while the others wait.
-
-    Args:
-        module: Parameters on the mesh's device type, or on meta.
-        plan: Units and dtypes.
-        mesh: From ``ParallelDims.build_mesh``.
-        collectives: Engine that gathers parameters and reduces gradients, fit for every group that shards them;
-            default: the groups' backend.
-
-    Returns:
-        ``module``, now also an FSDPModule.
+def _checked_units(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> tuple[list[str], dict[str, bool]]:
+    """``_with_experts`` of the plan's units.
 
     Raises:
-        TypeError: an argument of another kind.
-        ValueError: a pattern that matches no module, ``reshard_after_forward`` ranks that do not divide the shard
-            group, an ``ExpertParallel`` of another degree than ep, a unit that is sharded already, or a
-            ``plan.param_wire`` that covers no parameter or one of a dtype that it does not take.
-        RuntimeError: a ``plan.param_wire`` with a torch whose FSDP2 it does not fit.
+        ValueError, RuntimeError: as ``parallelize``.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"parallelize: `module` must be an nn.Module, got {type(module).__name__}; pass the model")
-    if not isinstance(plan, ParallelPlan):
-        raise TypeError(
-            f"parallelize: `plan` must be a ParallelPlan, got {type(plan).__name__}; "
-            "pass ParallelPlan(shard_units=(...))"
-        )
-    check_mesh("parallelize", mesh, optional=False)
-    if collectives is not None and not isinstance(collectives, Collectives):
-        raise TypeError(
-            f"parallelize: `collectives` must be an engine or None, got {type(collectives).__name__} {collectives!r}; "
-            "pass choose_collectives(group, name)"
-        )
     units = running_order(module, plan.shard_units)
     units, expert = _with_experts(module, units, mesh)
     if plan.param_wire is not None:
-        wire_parameters = load_wire_hooks("parallelize")
+        load_wire_hooks("parallelize")
         check_parameters("parallelize", module, plan.param_wire, plan.param_dtype)
     elif mesh.dense.size() == 1:
-        return module
+        return units, expert
     for name in ("", *units):
         if isinstance(module.get_submodule(name), FSDPModule):
             raise ValueError(
@@ -205,6 +168,76 @@ def parallelize(
             + (f"pass {' or '.join(fit)}, or " if fit else "no number of ranks does, pass ")
             + "True, False or None"
         )
+    return units, expert
+
+
+def parallelize(
+    module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, collectives: Collectives | None = None
+) -> nn.Module:
+    """Shard a module's parameters over ``mesh.dense``, in place.
+
+    With dp_replicate 1 this is FSDP over dp_shard x ep, else HSDP. With ep, each ``ExpertParallel`` is a unit, whose
+    parameters are sharded over dp_shard only: the other ranks of ep hold other experts. Gradients are summed over all
+    ranks that used the parameter, never divided: divide the loss by the global number of samples. Build the optimizer
+    afterwards, from the sharded parameters. On a mesh of one rank the module comes back as it is, its patterns checked,
+    unless ``plan.param_wire`` rounds what compute reads.
+
+    All ranks of the mesh call it together: they compare their plans, and where one refuses all do. Every rank must use
+    the same parameters in every backward: a unit without a gradient on one rank skips its reduction there while the
+    others wait.
+
+    Args:
+        module: Parameters on the mesh's device type, or on meta.
+        plan: Units and dtypes.
+        mesh: From ``ParallelDims.build_mesh``.
+        collectives: Engine that gathers parameters and reduces gradients, fit for every group that shards them;
+            default: the groups' backend.
+
+    Returns:
+        ``module``, now also an FSDPModule.
+
+    Raises:
+        TypeError: an argument of another kind.
+        ValueError: a pattern that matches no module, ``reshard_after_forward`` ranks that do not divide the shard
+            group, an ``ExpertParallel`` of another degree than ep, a unit that is sharded already, a
+            ``plan.param_wire`` that covers no parameter or one of a dtype that it does not take, or a plan that differs
+            between ranks.
+        RuntimeError: a ``plan.param_wire`` with a torch whose FSDP2 it does not fit; another rank refuses.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"parallelize: `module` must be an nn.Module, got {type(module).__name__}; pass the model")
+    if not isinstance(plan, ParallelPlan):
+        raise TypeError(
+            f"parallelize: `plan` must be a ParallelPlan, got {type(plan).__name__}; "
+            "pass ParallelPlan(shard_units=(...))"
+        )
+    check_mesh("parallelize", mesh, optional=False)
+    if collectives is not None and not isinstance(collectives, Collectives):
+        raise TypeError(
+            f"parallelize: `collectives` must be an engine or None, got {type(collectives).__name__} {collectives!r}; "
+            "pass choose_collectives(group, name)"
+        )
+    refusal: Exception | None = None
+    try:
+        units, expert = _checked_units(module, plan, mesh)
+    except (RuntimeError, ValueError) as error:
+        refusal = error
+    if mesh.dense.size() > 1:
+        settings = {f"plan.{each.name}": getattr(plan, each.name) for each in fields(plan)}
+        settings["plan.param_wire"] = comparable_wire(plan.param_wire)
+        check_agreement(
+            "parallelize",
+            mesh.dense,
+            settings,
+            remedy="make the plan from the same values on every rank",
+            what="`module` and `plan`",
+            refusal=refusal,
+        )
+    elif refusal is not None:
+        raise refusal
+    elif plan.param_wire is None:
+        return module
+    reshard = plan.reshard_after_forward
     policy = MixedPrecisionPolicy(param_dtype=plan.param_dtype, reduce_dtype=plan.reduce_dtype)
     for name in [*inner_first(module, units), ""]:
         unit = module.get_submodule(name)
@@ -216,7 +249,7 @@ def parallelize(
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
     if plan.param_wire is not None:
-        wire_parameters(module, plan.param_wire)
+        load_wire_hooks("parallelize")(module, plan.param_wire)
     _set_prefetch(module, units, plan)
     if collectives is not None:
         set_fully_shard_collectives(module, collectives)

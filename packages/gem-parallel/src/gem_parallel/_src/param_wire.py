@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["ParamWire", "check_parameters", "check_wire", "travels_encoded"]
+__all__ = ["ParamWire", "check_parameters", "check_wire", "comparable_wire", "travels_encoded"]
 
 
 @runtime_checkable
@@ -96,6 +96,13 @@ def check_parameters(owner: str, module: nn.Module, wire: ParamWire, param_dtype
 
 def _covered(wire: ParamWire, parameter: Tensor) -> bool:
     return parameter.is_floating_point() and wire.covers(tuple(parameter.shape))
+
+
+def comparable_wire(wire: ParamWire | None) -> object:
+    """What has the same ``repr`` on every rank: the wire, or of one that has none of its own its type and name."""
+    if wire is None or type(wire).__repr__ is not object.__repr__:
+        return wire
+    return type(wire).__qualname__, wire.name
 
 
 def travels_encoded(wire: ParamWire, shape: tuple[int, ...], num_shards: int) -> bool:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from gem_parallel._src.agreement import check_agreement
 from gem_parallel._src.checks import check_number
-from gem_parallel._src.embeddings.agreement import check_agreement
 from gem_parallel._src.embeddings.arguments import check_configs, check_options, resolve_device
 from gem_parallel._src.embeddings.build import Storage, make_engines, make_store, shares_rows
 from gem_parallel._src.embeddings.combined_engine import CombinedEngine
@@ -135,7 +135,9 @@ class ShardedEmbeddings(nn.Module):
         self._on_cuda = self.device.type == "cuda"
         several = mesh is not None and needs_exchange(mesh)
         if mesh is not None and several:
-            options = {
+            settings = {
+                "tables": list(tables),
+                "features": list(features),
                 "optimizer": optimizer,
                 "seed": seed,
                 "weight_dtype": weight_dtype,
@@ -145,8 +147,8 @@ class ShardedEmbeddings(nn.Module):
                 "keep_gathered": keep_gathered,
                 "measure_updates": measure_updates,
             }
-            named = {name: [value] for name, value in options.items()}
-            check_agreement(mesh, self.device, {"tables": self.tables, "features": self.features, **named})
+            remedy = "make tables, features and options from the same values on every rank"
+            check_agreement("ShardedEmbeddings", mesh, settings, remedy=remedy)
         num_shards, num_replicas = _shape_of(mesh) if mesh is not None and several else (1, 1)
         self._shards = make_shards(self.tables, num_shards, num_replicas)
         check_local_rows(self._shards)
