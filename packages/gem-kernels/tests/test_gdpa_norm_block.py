@@ -186,6 +186,61 @@ def test_interpreted_backward_sums_over_more_tiles_than_programs(monkeypatch):
     assert_all_match(run_kernels(case, inputs), case, inputs)
 
 
+FEW_KEYS = [
+    *(case for case in CASES if not case.weights and case.num_heads == case.num_heads_kv),
+    Case(id="no-residuals-plain", query_residual=False, residual=False, activation="silu"),
+    Case(id="odd-heads", num_heads=3, num_heads_kv=3, head_dim=24, contiguous=False),
+    # More rows than a tile, more keys than the narrowest; a sequence alone without keys, and one without rows.
+    Case(
+        id="tiles",
+        lengths_q=(65, 0, 130, 1, 64),
+        lengths_k=(32, 9, 1, 0, 17),
+        num_heads=4,
+        num_heads_kv=4,
+        head_dim=64,
+        post_scale=0.25,
+    ),
+]
+
+
+@pytest.fixture
+def few_keys(monkeypatch):
+    """Batches of any size take the kernels for few keys; counts their launches."""
+    from gem_kernels._src.gdpa_norm_block import few_keys, launch
+
+    calls = []
+    monkeypatch.setattr(few_keys, "MIN_PROGRAMS", 0)
+    for name in ("launch_few_keys_forward", "launch_few_keys_backward"):
+        function = getattr(few_keys, name)
+        monkeypatch.setattr(launch, name, lambda *args, f=function: calls.append(f.__name__) or f(*args))
+    return calls
+
+
+@interpreted
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("case", FEW_KEYS, ids=lambda case: case.id)
+def test_interpreted_kernels_of_few_keys_match_reference(case, few_keys):
+    inputs = case.inputs(torch.float16)
+    assert_all_match(run_kernels(case, inputs), case, inputs)
+    assert few_keys == ["launch_few_keys_forward", "launch_few_keys_backward"] * (case.id != "no-sequences")
+
+
+def test_kernels_of_few_keys_are_chosen_by_sizes_alone():
+    pytest.importorskip("triton")
+    from gem_kernels._src.gdpa_norm_block.few_keys import applies
+
+    none = Parameters(None, None, None)
+    q, k = torch.empty(0, 4, 64, dtype=torch.bfloat16), torch.empty(0, 4, 64, dtype=torch.bfloat16)
+    options = Options(512, 16, "gelu", 1.0, 1.0, True, True, 1e-5)
+    assert applies(q, k, none, options, 32)
+    assert not applies(q, k, none, options, 31)
+    assert not applies(q, k, none, options._replace(max_seqlen_k=33), 32)
+    assert not applies(q, k, none._replace(rms_weight=torch.ones(256)), options, 32)
+    assert not applies(q, k[:, :2], none, options, 32)
+    assert not applies(q.float(), k.float(), none, options, 32)
+    assert not applies(q.repeat(1, 4, 1), k.repeat(1, 4, 1), none, options, 32)
+
+
 @pytest.mark.parametrize("case", [CASES[1], CASES[6], CASES[7]], ids=lambda case: case.id)
 def test_reference_backward_is_the_gradient_of_the_reference(case):
     inputs = case.inputs(torch.float64)
@@ -236,10 +291,10 @@ def test_gradcheck():
 # ---------------------------------------------------------------- safety
 
 
-def assert_no_leak(run, value):
+def assert_no_leak(run, value, dtype=torch.float32):
     """Write ``value`` into sequence 2, queries, keys and values; nothing of another sequence may change by a bit."""
     case = Case(id="", weights=())
-    x, weights = inputs = case.inputs(torch.float32)
+    x, weights = inputs = case.inputs(dtype)
     before = run(case, inputs)
     inside_q, inside_k = slice(*x.offsets_q[2:4].tolist()), slice(*x.offsets_k[2:4].tolist())
     for t, rows in ((x.q, inside_q), (x.k, inside_k), (x.v, inside_k)):
@@ -262,6 +317,14 @@ def test_no_value_reaches_another_sequence(value):
 @pytest.mark.parametrize("value", [3.0, float("nan")])
 def test_no_value_reaches_another_sequence_in_the_kernels(value):
     assert_no_leak(run_kernels, value)
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("value", [3.0, float("nan")])
+def test_no_value_reaches_another_sequence_in_the_kernels_of_few_keys(value, few_keys):
+    assert_no_leak(run_kernels, value, torch.float16)
+    assert few_keys
 
 
 def test_keeps_its_inputs_and_three_numbers_per_row():
@@ -382,6 +445,16 @@ GPU_CASES = [
 @pytest.mark.parametrize("case", GPU_CASES, ids=[case.id for case in GPU_CASES])
 def test_cuda_matches_reference(case, dtype):
     assert_all_match(run_op(case, case.inputs(dtype, "cuda")), case, case.inputs(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", FEW_KEYS, ids=lambda case: case.id)
+def test_cuda_few_keys_matches_reference(case, dtype, few_keys):
+    results = [run_op(case, case.inputs(dtype, "cuda")) for _ in range(2)]
+    assert_all_match(results[0], case, case.inputs(dtype))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert few_keys == ["launch_few_keys_forward", "launch_few_keys_backward"] * 2 * (case.id != "no-sequences")
 
 
 @pytest.mark.gpu

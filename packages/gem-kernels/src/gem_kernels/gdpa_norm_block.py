@@ -1,7 +1,8 @@
 """GDPA between its norms and residuals, as one op: the block around a personalised feed-forward network.
 
 Per row, over all heads together, with n = layer_norm(q): ``out = rms_norm(gdpa(n, k, v) + n) + q``. The norms and sums
-are two kernels around the attention, and the backward makes their intermediate rows again.
+are two kernels around the attention, or with few keys in each sequence one kernel with it, and the backward makes their
+intermediate rows again.
 
 Source: the GDPA block of Meta's GEM training posts and ads_model_kernel_library.
 """
@@ -74,9 +75,9 @@ def gdpa_norm_block(
         TypeError: on a dtype or argument type that does not fit.
 
     Numerics: as ``gem_kernels.gdpa``; statistics and sums in float32 (float64 for float64), the attention's input and
-    output rounded to the dtype of q on CUDA. The forward keeps its inputs and three numbers per row; the backward runs
-    the layer norm and the attention again. Both give the same bits on every run. Under autocast all floating point
-    tensors are cast to the autocast dtype.
+    output rounded to the dtype of q on CUDA, the output not where every sequence has few keys. The forward keeps its
+    inputs and three numbers per row; the backward runs the layer norm and the attention again. Both give the same bits
+    on every run. Under autocast all floating point tensors are cast to the autocast dtype.
     """
     q, k, v = autocast_operands(q, k, v)
     check_attention(NAME, q, k, v, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k)

@@ -1,4 +1,4 @@
-"""The block on CUDA: row kernels around the kernels of GDPA."""
+"""The block on CUDA: row kernels around the kernels of GDPA, or kernels of its own where sequences have few keys."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from gem_kernels._src.attention.launch import device_guard
 from gem_kernels._src.gdpa.backward import launch_backward as launch_gdpa_backward
 from gem_kernels._src.gdpa.forward import launch_forward as launch_gdpa_forward
 from gem_kernels._src.gdpa_norm_block.arguments import Gradients, Options, Parameters, Statistics
+from gem_kernels._src.gdpa_norm_block.few_keys import (
+    applies,
+    launch_few_keys_backward,
+    launch_few_keys_forward,
+)
 from gem_kernels._src.gdpa_norm_block.rows import (
     add_rms_norm_bwd_kernel,
     add_rms_norm_kernel,
@@ -72,6 +77,8 @@ def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_k: Tensor, parameters: Parameters, options: Options
 ) -> tuple[Tensor, Statistics]:
     """Output (T_q, H, D), contiguous, in the dtype of q."""
+    if applies(q, k, parameters, options, offsets_q.shape[0] - 1):
+        return launch_few_keys_forward(q, k, v, offsets_q, offsets_k, options)
     rows = row_major(q.flatten(1))
     num_rows, features = rows.shape
     mean, rstd, rrms = (torch.empty(num_rows, dtype=torch.float32, device=q.device) for _ in range(3))
@@ -113,6 +120,8 @@ def launch_backward(
     options: Options,
 ) -> Gradients:
     """All gradients, contiguous, in the dtypes of what they belong to."""
+    if applies(q, k, parameters, options, offsets_q.shape[0] - 1):
+        return launch_few_keys_backward(do, q, k, v, offsets_q, offsets_k, statistics, options)
     rows, dout = row_major(q.flatten(1)), row_major(do.flatten(1))
     num_rows, features = rows.shape
     mean, rstd, rrms = statistics
