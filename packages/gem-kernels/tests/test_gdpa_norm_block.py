@@ -177,10 +177,11 @@ def test_interpreted_kernels_match_reference(case, dtype):
 @interpreted
 def test_interpreted_backward_sums_over_more_tiles_than_programs(monkeypatch):
     from gem_kernels._src.gdpa_norm_block import launch
+    from gem_kernels._src.norm_linear import rows
     from gem_kernels._src.norm_linear.configs import RowConfig
 
-    monkeypatch.setattr(launch, "MAX_PROGRAMS", 3)
-    monkeypatch.setattr(launch, "select_rows", lambda features: RowConfig(rows=4, block_n=32, num_warps=4))
+    monkeypatch.setattr(rows, "MAX_PROGRAMS", 3)
+    monkeypatch.setattr(launch, "select_backward_rows", lambda features: RowConfig(rows=4, block_n=32, num_warps=4))
     case = CASES[1]
     inputs = case.inputs(torch.float32)
     assert_all_match(run_kernels(case, inputs), case, inputs)

@@ -23,12 +23,11 @@ from gem_kernels._src.gdpa_norm_block.rows import (
     layer_norm_bwd_kernel,
     layer_norm_kernel,
 )
-from gem_kernels._src.norm_linear.configs import select_rows
-from gem_kernels._src.norm_linear.rows import MAX_PROGRAMS, row_major
+from gem_kernels._src.norm_linear.configs import RowConfig, select_backward_rows, select_rows
+from gem_kernels._src.norm_linear.rows import backward_programs, row_major
 
 
-def _meta(parameters: Parameters, features: int) -> dict[str, Any]:
-    config = select_rows(features)
+def _meta(parameters: Parameters, features: int, config: RowConfig) -> dict[str, Any]:
     return {
         "N": features,
         "HAS_WEIGHT": parameters.norm_weight is not None,
@@ -48,7 +47,7 @@ def _layer_norm(q: Tensor, parameters: Parameters, mean: Tensor, rstd: Tensor, e
     """Rows (T_q, N) after the layer norm, what the attention reads; writes the statistics."""
     num_rows, features = q.shape
     out = torch.empty(num_rows, features, dtype=q.dtype, device=q.device)
-    meta = _meta(parameters, features)
+    meta = _meta(parameters, features, select_rows(features))
     if num_rows > 0:
         layer_norm_kernel[(triton.cdiv(num_rows, meta["ROWS"]),)](
             q,
@@ -85,7 +84,7 @@ def launch_forward(
     with device_guard(q):
         normed = _layer_norm(rows, parameters, mean, rstd, options.eps)
         out = _attend(normed, q, k, v, offsets_q, offsets_k, options)
-        meta = _meta(parameters, features)
+        meta = _meta(parameters, features, select_rows(features))
         if num_rows > 0:
             add_rms_norm_kernel[(triton.cdiv(num_rows, meta["ROWS"]),)](
                 out,
@@ -126,9 +125,10 @@ def launch_backward(
     num_rows, features = rows.shape
     mean, rstd, rrms = statistics
     norm_weight, norm_bias, rms_weight = parameters
-    meta = _meta(parameters, features)
-    programs = min(triton.cdiv(num_rows, meta["ROWS"]), MAX_PROGRAMS)
-    sums = torch.empty(3, programs, features, dtype=torch.float32, device=q.device)
+    meta = _meta(parameters, features, select_backward_rows(features))
+    has_sums = any(parameter is not None for parameter in parameters)
+    programs = backward_programs(num_rows, meta["ROWS"], has_sums)
+    sums = torch.empty(3, programs if has_sums else 0, features, dtype=torch.float32, device=q.device)
     with device_guard(q):
         # What the forward did not keep: the same kernels write it again, statistics included, bit by bit.
         normed = _layer_norm(rows, parameters, torch.empty_like(mean), torch.empty_like(rstd), options.eps)

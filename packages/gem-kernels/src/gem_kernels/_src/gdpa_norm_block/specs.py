@@ -14,7 +14,7 @@ from gem_kernels._src.gdpa_norm_block.rows import (
     layer_norm_bwd_kernel,
     layer_norm_kernel,
 )
-from gem_kernels._src.norm_linear.configs import select_rows
+from gem_kernels._src.norm_linear.configs import select_backward_rows, select_rows
 
 _KERNELS = {
     "layer_norm": layer_norm_kernel,
@@ -26,7 +26,8 @@ _FLOAT32_POINTERS = {"mean_ptr", "rstd_ptr", "rrms_ptr", "sums_ptr"}
 
 
 def _spec(name: str, features: int, dtype: torch.dtype, *, full: bool) -> CompileSpec:
-    kernel, config = _KERNELS[name], select_rows(features)
+    kernel = _KERNELS[name]
+    config = (select_backward_rows if name.endswith("-backward") else select_rows)(features)
     flags = ("HAS_WEIGHT", "HAS_BIAS", "HAS_RMS_WEIGHT", "QUERY_RESIDUAL", "RESIDUAL", "SUMS")
     constexprs = {"N": features, "ROWS": config.rows, "BLOCK_N": config.block_n} | dict.fromkeys(flags, full)
     constexprs = {key: value for key, value in constexprs.items() if key in kernel.arg_names}

@@ -16,6 +16,7 @@ MAX_NORM = 16384
 """Features of a norm whose rows one program of the row kernels holds."""
 _ROW_ELEMENTS = 4096
 """Elements of a tile of whole rows."""
+_BACKWARD_ROW_ELEMENTS = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,4 +102,11 @@ def select_rows(features: int) -> RowConfig:
     """Configuration of the kernels that hold whole rows of ``features`` <= ``MAX_NORM`` numbers."""
     block_n = power_of_two(features)
     rows = max(1, _ROW_ELEMENTS // block_n)
+    return RowConfig(rows=rows, block_n=block_n, num_warps=min(16, max(4, rows * block_n // 1024)))
+
+
+def select_backward_rows(features: int) -> RowConfig:
+    """The same for kernels that go back through a norm: they read several tiles at once, and smaller ones."""
+    block_n = power_of_two(features)
+    rows = max(_BACKWARD_ROW_ELEMENTS // block_n, min(4, _ROW_ELEMENTS // block_n), 1)
     return RowConfig(rows=rows, block_n=block_n, num_warps=min(16, max(4, rows * block_n // 1024)))

@@ -10,16 +10,22 @@ import triton.language as tl
 from torch import Tensor
 
 from gem_kernels._src.attention.launch import device_guard
-from gem_kernels._src.norm_linear.configs import MAX_NORM, select_rows
+from gem_kernels._src.norm_linear.configs import MAX_NORM, select_backward_rows, select_rows
 
 MAX_PROGRAMS = 1024
-"""Of the backward, each with its own share of the sums over rows: some eight per multiprocessor of a large GPU. A
-constant, so that every GPU sums in the same order."""
+"""Of a backward that sums over rows, each with its own share of the sums: some eight per multiprocessor of a large GPU.
+A constant, so that every GPU sums in the same order."""
 
 
 def row_major(x: Tensor) -> Tensor:
     """``x`` (M, N) with contiguous rows, copied only if they are not."""
     return x if x.stride(1) == 1 else x.contiguous()
+
+
+def backward_programs(num_rows: int, rows: int, sums: bool) -> int:
+    """Programs of a backward over tiles of ``rows`` rows: one a tile, which is faster, unless they sum over rows."""
+    tiles = triton.cdiv(num_rows, rows)
+    return min(tiles, MAX_PROGRAMS) if sums else tiles
 
 
 @triton.jit
@@ -216,8 +222,8 @@ def launch_norm_rows_backward(
     dy, unit = row_major(dy), row_major(unit)
     num_rows, features = unit.shape
     dx = torch.empty(num_rows, features, dtype=dy.dtype, device=dy.device) if dx is None else dx
-    config = select_rows(features)
-    programs = min(triton.cdiv(num_rows, config.rows), MAX_PROGRAMS)
+    config = select_backward_rows(features)
+    programs = backward_programs(num_rows, config.rows, sums)
     partial = torch.empty(3, programs, features, dtype=torch.float32, device=dy.device) if sums else rstd
     if num_rows > 0:
         with device_guard(dy):

@@ -10,7 +10,7 @@ import torch
 from gem_kernels._src.attention.configs import precision_of
 from gem_kernels._src.attention.specs import TRITON_NAMES
 from gem_kernels._src.compile_spec import CompileSpec
-from gem_kernels._src.norm_linear.configs import MAX_NORM, MatmulConfig, select, select_rows
+from gem_kernels._src.norm_linear.configs import MAX_NORM, MatmulConfig, select, select_backward_rows, select_rows
 from gem_kernels._src.norm_linear.matmul import _linear_norm_fwd_kernel, _rmsnorm_linear_fwd_kernel
 from gem_kernels._src.norm_linear.rows import _norm_rows_bwd_kernel, _norm_rows_kernel
 
@@ -94,8 +94,6 @@ def _matmul_spec(
 
 
 def _row_specs(features: int, dtype: torch.dtype) -> list[CompileSpec]:
-    config = select_rows(features)
-    common = {"N": features, "ROWS": config.rows, "BLOCK_N": config.block_n}
     flags = {"IS_LAYER": True, "RAW": False, "HAS_WEIGHT": True, "HAS_BIAS": True, "SUMS": True}
     plain = {"IS_LAYER": False, "RAW": True, "HAS_WEIGHT": False, "HAS_BIAS": False, "SUMS": False}
     return [
@@ -103,11 +101,14 @@ def _row_specs(features: int, dtype: torch.dtype) -> list[CompileSpec]:
             f"{name}-N{features}-{kind}",
             kernel,
             dtype,
-            common | values,
+            {"N": features, "ROWS": config.rows, "BLOCK_N": config.block_n} | values,
             num_warps=config.num_warps,
             max_spill_bytes=384 if features == MAX_NORM else 32,
         )
-        for name, kernel in (("rows", _norm_rows_kernel), ("rows-backward", _norm_rows_bwd_kernel))
+        for name, kernel, config in (
+            ("rows", _norm_rows_kernel, select_rows(features)),
+            ("rows-backward", _norm_rows_bwd_kernel, select_backward_rows(features)),
+        )
         for kind, values in (("affine", flags), ("plain", plain))
     ]
 
