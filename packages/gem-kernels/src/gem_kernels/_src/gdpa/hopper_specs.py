@@ -56,22 +56,23 @@ def compile_specs() -> Sequence[CompileSpec]:
         ]
     specs += [
         CompileSpec(
-            id=f"hopper-schedule-{'whole' if whole else 'chunks'}",
+            id=f"hopper-schedule{'-places' if places else ''}",
             kernel=_schedule_kernel,
             signature={
                 "offsets_q_ptr": "*i64",
                 "offsets_k_ptr": "*i64",
                 "chunks_ptr": "*i32",
                 "num_chunks_ptr": "*i32",
+                **places,
                 "num_sequences": "i32",
                 "tile_rows": "i32",
                 "resident_keys": "i32",
                 "max_tiles": "i32",
             },
-            constexprs={"SORTED": True, "WHOLE": whole, "BLOCK": BLOCK, "OTHERS": OTHERS},
-            aligned=("offsets_q_ptr", "offsets_k_ptr", "chunks_ptr", "num_chunks_ptr"),
+            constexprs={"SORTED": True, "BLOCK": BLOCK, "OTHERS": OTHERS} | ({} if places else {"places_ptr": None}),
+            aligned=("offsets_q_ptr", "offsets_k_ptr", "chunks_ptr", "num_chunks_ptr", *places),
             targets=(90,),
         )
-        for whole in (False, True)
+        for places in ({}, {"places_ptr": "*i32"})
     ]
     return specs

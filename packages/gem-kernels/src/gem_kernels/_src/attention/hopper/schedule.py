@@ -32,22 +32,15 @@ class Schedule(NamedTuple):
 
 
 @triton.jit
-def _plan(
-    offsets_q_ptr, offsets_k_ptr, b, num_sequences, tile_rows, resident_keys, max_tiles, SORTED: tl.constexpr,
-    WHOLE: tl.constexpr,
-):  # fmt: skip
+def _plan(offsets_q_ptr, offsets_k_ptr, b, num_sequences, tile_rows, resident_keys, max_tiles, SORTED: tl.constexpr):
     """(first query row, query rows, first key row, keys, rows of a chunk, chunks, rank key) of sequences ``b``."""
     mask = b < num_sequences
     first_q = tl.load(offsets_q_ptr + b, mask=mask, other=0).to(tl.int32)
     len_q = tl.load(offsets_q_ptr + b + 1, mask=mask, other=0).to(tl.int32) - first_q
     first_k = tl.load(offsets_k_ptr + b, mask=mask, other=0).to(tl.int32)
     len_k = tl.load(offsets_k_ptr + b + 1, mask=mask, other=0).to(tl.int32) - first_k
-    if WHOLE:
-        rows = len_q
-        chunks = tl.where(len_q + len_k > 0, 1, 0)
-    else:
-        rows = tl.where(len_k <= resident_keys, tile_rows * max_tiles, tile_rows)
-        chunks = tl.where(mask, (len_q + rows - 1) // rows, 0)
+    rows = tl.where(len_k <= resident_keys, tile_rows * max_tiles, tile_rows)
+    chunks = tl.where(mask, (len_q + rows - 1) // rows, 0)
     rank = num_sequences - b.to(tl.int64)
     if SORTED:
         rank += len_k.to(tl.int64) * tl.minimum(len_q, rows) * (num_sequences + 1)
@@ -60,25 +53,25 @@ def _schedule_kernel(
     offsets_k_ptr,  # (B + 1,)
     chunks_ptr,  # (N, 4) int32
     num_chunks_ptr,  # (1,) int32
+    places_ptr,  # (N, 2) int32, or None
     num_sequences,
     tile_rows,
     resident_keys,
     max_tiles,
     SORTED: tl.constexpr,
-    WHOLE: tl.constexpr,  # one chunk for each sequence, also for one without queries
     BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
 ):
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     first_q, len_q, first_k, len_k, rows, chunks, rank = _plan(
-        offsets_q_ptr, offsets_k_ptr, b, num_sequences, tile_rows, resident_keys, max_tiles, SORTED, WHOLE
+        offsets_q_ptr, offsets_k_ptr, b, num_sequences, tile_rows, resident_keys, max_tiles, SORTED
     )
     before = tl.zeros([BLOCK], tl.int32)
     total = 0
     for start in range(0, num_sequences, OTHERS):
         others = start + tl.arange(0, OTHERS)
         _fq, _lq, _fk, _lk, _rows, other_chunks, other_rank = _plan(
-            offsets_q_ptr, offsets_k_ptr, others, num_sequences, tile_rows, resident_keys, max_tiles, SORTED, WHOLE
+            offsets_q_ptr, offsets_k_ptr, others, num_sequences, tile_rows, resident_keys, max_tiles, SORTED
         )
         ahead = other_rank[None, :] > rank[:, None]
         before += tl.sum(tl.where(ahead, other_chunks[None, :], 0), 1)
@@ -92,6 +85,15 @@ def _schedule_kernel(
         tl.store(ptr + 1, tl.minimum(len_q - i * rows, rows), mask=mask)
         tl.store(ptr + 2, first_k, mask=mask)
         tl.store(ptr + 3, len_k, mask=mask)
+        if places_ptr is not None:
+            place = places_ptr + (before + i).to(tl.int64) * 2
+            tl.store(place, b, mask=mask)
+            tl.store(place + 1, i * rows, mask=mask)
+
+
+def max_chunks(total_q: int, num_sequences: int, tile_rows: int) -> int:
+    """Bound on the chunks: each but the last of its sequence holds a whole tile at least."""
+    return min(total_q // tile_rows + num_sequences, total_q)
 
 
 def make_schedule(
@@ -102,6 +104,7 @@ def make_schedule(
     tile_rows: int,
     resident_keys: int,
     max_tiles: int = MAX_TILES,
+    places: Tensor | None = None,
 ) -> Schedule:
     """Cut every sequence into chunks: of one query tile, or of ``max_tiles`` where ``resident_keys`` hold its keys.
 
@@ -112,32 +115,16 @@ def make_schedule(
         tile_rows: Query rows of a tile.
         resident_keys: Keys that a program holds at a time.
         max_tiles: Tiles of a chunk.
+        places: (``max_chunks``, 2) int32, contiguous: takes the number of each chunk's sequence in the batch, and how
+            many query rows of it come before the chunk.
     """
     num_sequences = offsets_q.shape[0] - 1
-    # Every chunk but the last of its sequence holds a whole tile at least.
-    bound = min(total_q // tile_rows + num_sequences, total_q)
-    return _launch(offsets_q, offsets_k, bound, tile_rows, resident_keys, max_tiles, whole=False)
-
-
-def whole_sequences(offsets_q: Tensor, offsets_k: Tensor) -> Schedule:
-    """One chunk for each sequence that has a query or a key; arguments as in ``make_schedule``."""
-    return _launch(offsets_q, offsets_k, offsets_q.shape[0] - 1, 1, 0, 1, whole=True)
-
-
-def _launch(
-    offsets_q: Tensor,
-    offsets_k: Tensor,
-    bound: int,
-    tile_rows: int,
-    resident_keys: int,
-    max_tiles: int,
-    *,
-    whole: bool,
-) -> Schedule:
-    num_sequences = offsets_q.shape[0] - 1
+    bound = max_chunks(total_q, num_sequences, tile_rows)
     chunks = torch.empty(bound, 4, dtype=torch.int32, device=offsets_q.device)
     num_chunks = torch.empty(1, dtype=torch.int32, device=offsets_q.device)
-    arguments = (offsets_q, offsets_k, chunks, num_chunks, num_sequences, tile_rows, resident_keys, max_tiles)
-    constants = {"SORTED": num_sequences <= MAX_SORTED, "WHOLE": whole, "BLOCK": BLOCK, "OTHERS": OTHERS}
+    arguments = (
+        offsets_q, offsets_k, chunks, num_chunks, places, num_sequences, tile_rows, resident_keys, max_tiles
+    )  # fmt: skip
+    constants = {"SORTED": num_sequences <= MAX_SORTED, "BLOCK": BLOCK, "OTHERS": OTHERS}
     call(_schedule_kernel, triton.cdiv(num_sequences, BLOCK), arguments, constants, offsets_q.device)
     return Schedule(chunks, num_chunks)
