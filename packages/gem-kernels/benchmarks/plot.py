@@ -1,4 +1,5 @@
-"""One SVG chart per op from rows of the benchmarks: the ratio of every provider, by direction and shape.
+"""One SVG chart per op from rows of the benchmarks: the ratio of every provider, by direction and shape, at the last
+commit that was measured.
 
 python plot.py kernels-h200.jsonl --output docs/measured     # writes kernels-<op>.svg; needs matplotlib
 """
@@ -56,6 +57,12 @@ def distinct(values: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(values))
 
 
+def newest(rows: list[Row]) -> list[Row]:
+    """The rows of the commit that was measured last."""
+    commit = max(rows, key=lambda row: row["date"])["commit"]
+    return [row for row in rows if row["commit"] == commit]
+
+
 def is_ours(op: str, provider: str) -> bool:
     """Whether a provider is the op itself, by whichever kernel."""
     return provider.removeprefix("gem_kernels.").split(" ")[0].rstrip(",") == op
@@ -111,7 +118,7 @@ def main() -> None:
     rows = [json.loads(line) for line in arguments.rows.read_text().splitlines()]
     for op in distinct(row["op"] for row in rows):
         with mpl.rc_context(_STYLE):
-            figure = draw(op, [row for row in rows if row["op"] == op and row["dtype"] == "bfloat16"])
+            figure = draw(op, newest([row for row in rows if row["op"] == op and row["dtype"] == "bfloat16"]))
             path = arguments.output / f"kernels-{op.replace(', ', '-').replace('_', '-')}.svg"
             FigureCanvasSVG(figure).print_svg(path, metadata={"Date": None})
         print(path)
