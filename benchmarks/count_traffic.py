@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten
 
 from gem_model import RankingModel, presets, random_batch
-from gem_model._src import fused, sequence_layer
+from gem_model._src import blocks, fused, sequence_layer
 from gem_precision import convert, get_recipe
 
 _NO_TRAFFIC = ("empty", "detach", "new_empty", "_unsafe_view", "_reshape_alias", "prim")
@@ -135,7 +135,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    fused._DEVICES = ("cpu",) if arguments.fused else ()
+    fused._DEVICES = blocks.NORM_DEVICES = ("cpu",) if arguments.fused else ()
     config = getattr(presets, arguments.preset)(
         context_features=tuple(f"c{i}" for i in range(8)),
         num_dense=8,

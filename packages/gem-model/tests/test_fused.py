@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from gem_model import RankingModel, random_batch
-from gem_model._src import fused
+from gem_model._src import blocks, fused
 from gem_model._src.fused import fuses_norm_block
 from gem_model._src.jagged import Jagged
 from gem_model._src.sequence_layer import PersonalizedFeedForward
@@ -20,8 +20,9 @@ LENGTHS = {"edges": (0, 1, 2, 31, 33, 65, 0), "all-empty": (0, 0), "no-samples":
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The names of the feed-forward layers that ran fused; on the CPU they may from here on."""
+    """The names of the feed-forward layers that ran fused; on the CPU they and the norms may from here on."""
     monkeypatch.setattr(fused, "_DEVICES", ("cpu",))
+    monkeypatch.setattr(blocks, "NORM_DEVICES", ("cpu",))
     seen = []
     forward = nn.Module.__call__
 
@@ -44,6 +45,7 @@ def gradients(model, batch, embeddings):
 def plainly(monkeypatch, function, *args):
     with monkeypatch.context() as patch:
         patch.setattr(fused, "_DEVICES", ())
+        patch.setattr(blocks, "NORM_DEVICES", ())
         return function(*args)
 
 

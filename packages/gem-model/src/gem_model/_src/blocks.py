@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gem_kernels.layer_norm_rows import layer_norm_rows, layer_norm_rows_backward
 from gem_model.flops import ModuleFlops, linear_flops
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU}
@@ -19,9 +21,42 @@ def activation_module(name: str) -> nn.Module:
     return _ACTIVATIONS[name]()
 
 
+NORM_DEVICES = ("cuda",)
+"""Where the norms of gem_kernels run: torch's own has a whole block of threads for each short row there."""
+_MAX_NORM = 16384
+
+
+class _Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        normalized, mean, rstd = layer_norm_rows(rows)
+        ctx.save_for_backward(rows, mean, rstd)
+        # No view: a sharded module must not return one.
+        out: Tensor = torch.ops.aten._unsafe_view.default(normalized, x.shape)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        rows, mean, rstd = ctx.saved_tensors
+        dx: Tensor = layer_norm_rows_backward([grad.reshape(rows.shape)], rows, mean, rstd).view(grad.shape)
+        return dx
+
+
+def uses_own_norm(x: Tensor) -> bool:
+    """Whether a LayerNorm of x runs in gem_kernels: not where a compiler fuses it, nor under autocast, which widens it."""
+    return (
+        not torch.compiler.is_compiling()
+        and x.device.type in NORM_DEVICES
+        and 0 < x.shape[-1] <= _MAX_NORM
+        and x.numel() > 0
+        and not torch.is_autocast_enabled(x.device.type)
+    )
+
+
 def normalize(x: Tensor) -> Tensor:
     """LayerNorm over the last axis without parameters: the weights that read it hold scale and shift already."""
-    return F.layer_norm(x, (x.shape[-1],))
+    return _Normalize.apply(x) if uses_own_norm(x) else F.layer_norm(x, (x.shape[-1],))
 
 
 class MLP(nn.Sequential):

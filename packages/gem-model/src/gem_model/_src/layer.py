@@ -73,8 +73,8 @@ class Readout(nn.Module):
         tokens = [x]
         for name, tower in self.towers.items():
             s = sequences[name]
-            normalized, recent = normalize_events(s.values, s.offsets, self._num_recent[name])
-            tokens.append(tower(x, s._replace(values=normalized), recent).s_sum)
+            events = normalize_events(s.values, s.offsets, self._num_recent[name], num_readers=2)
+            tokens.append(tower(x, s, events.normalized, events.recent).s_sum)
         return normalize(_concatenate(tokens)).reshape(x.shape[0], self.width)
 
     def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:

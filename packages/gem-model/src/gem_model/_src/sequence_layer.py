@@ -91,8 +91,11 @@ class EventSelfAttention(nn.Module):
     def forward(self, s: Jagged) -> Tensor:
         """(T, d) -> (T, d)."""
         tower = self._tower
-        x = normalize(s.values)
-        q, k, v = (f(x).view(-1, tower.num_heads, tower.head_dim) for f in (self.query, self.key, self.value))
+        events = normalize_events(s.values, s.offsets, num_recent=0, num_readers=3)
+        layers = (self.query, self.key, self.value)
+        q, k, v = (
+            f(x).view(-1, tower.num_heads, tower.head_dim) for f, x in zip(layers, events.normalized, strict=True)
+        )
         if self._kind == "window":
             out = self.attention(
                 q,
@@ -105,7 +108,7 @@ class EventSelfAttention(nn.Module):
             )
         else:
             out = self.attention(q, k, v, offsets=s.offsets, max_seqlen=s.max_seqlen)
-        return s.values + self.dropout(self.output(out.view(-1, tower.dim)))
+        return events.rows + self.dropout(self.output(out.view(-1, tower.dim)))
 
     def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:
         """FLOPs by module."""
@@ -147,9 +150,10 @@ class SequenceLayer(nn.Module):
     def forward(self, x: Tensor, s: Jagged) -> SequenceLayerOutput:
         """Context tokens (B, n, d) and events (T, d_tower)."""
         # One LayerNorm serves the pooling's keys and values and the PFFN's queries.
-        normalized, recent = normalize_events(s.values, s.offsets, self._num_recent)
-        x_sum, s_sum = self.cross(x, s._replace(values=normalized), recent)
-        values = self.feed_forward(s, normalized, x_sum)
+        events = normalize_events(s.values, s.offsets, self._num_recent, num_readers=3)
+        keys, values, queries = events.normalized
+        x_sum, s_sum = self.cross(x, s, (keys, values), events.recent)
+        values = self.feed_forward(s._replace(values=events.rows), queries, x_sum)
         if self.has_self_attention:
             values = self.self_attention(s._replace(values=values))
         return SequenceLayerOutput(s_sum, values)

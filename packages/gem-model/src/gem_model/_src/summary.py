@@ -74,7 +74,9 @@ class SequencePooling(nn.Module):
             self.width = nn.Linear(tower.dim, config.dim)
         self.gating = Gating(config.dim)
 
-    def forward(self, x_sum: Tensor, s: Jagged, recent: Tensor | None) -> Tensor:
+    def forward(
+        self, x_sum: Tensor, s: Jagged, keys_and_values: tuple[Tensor, Tensor], recent: Tensor | None
+    ) -> Tensor:
         """X_sum (B, n_sum, d_tower), normalised events (T, d_tower) and the latest of them -> (B, num_pooled, d)."""
         tower = self._tower
         num_samples, num_context = x_sum.shape[0], tower.num_context_tokens
@@ -84,7 +86,7 @@ class SequencePooling(nn.Module):
             queries = torch.cat((queries, seeds), dim=1)
         num_queries = num_context + tower.num_seeds
         heads = (tower.num_heads, tower.head_dim)
-        keys = values = s.values
+        keys, values = keys_and_values
         if tower.project_pooling:
             keys, values = self.key(keys), self.value(values)
         pooled = self.attention(
@@ -143,10 +145,16 @@ class Cross(nn.Module):
         self.context = ContextSummary(config, tower, num_inputs)
         self.pooling = SequencePooling(config, tower)
 
-    def forward(self, x: Tensor, s: Jagged, recent: Tensor | None) -> CrossSummary:
-        """Context tokens (B, n, d), normalised events (T, d_tower) and the latest of them (B, num_recent, d_tower)."""
+    def forward(
+        self, x: Tensor, s: Jagged, keys_and_values: tuple[Tensor, Tensor], recent: Tensor | None
+    ) -> CrossSummary:
+        """Context tokens (B, n, d) and a tower's events.
+
+        ``s`` is their layout; read are the normalised events, once as keys and once as values (T, d_tower), and the
+        latest of them (B, num_recent, d_tower).
+        """
         x_sum = self.context(x)
-        return CrossSummary(x_sum, self.pooling(x_sum, s, recent))
+        return CrossSummary(x_sum, self.pooling(x_sum, s, keys_and_values, recent))
 
     def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:
         """FLOPs by module."""
