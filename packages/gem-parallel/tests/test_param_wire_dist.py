@@ -1,6 +1,7 @@
 """Parameters that travel in a form of their own: what compute reads, what is sent, and what stays as it was."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from gem_parallel import ExpertParallel, ParallelDims, ParallelPlan, clip_grad_norm_, grad_norm, parallelize
+from gem_parallel._src import wired_param
 
 pytestmark = pytest.mark.dist
 UNITS = ("blocks.[01]", "head")
@@ -321,3 +323,54 @@ def test_refusals(ranks):
     assert results[0][-1].startswith("RuntimeError: parallelize: `module` and `plan` must be right on every rank of ")
     assert "and ranks [1] refused theirs" in results[0][-1]
     assert results[1][-1].startswith("ValueError: parallelize: every pattern of `plan.shard_units` must match a module")
+
+
+class Counting(ByteWire):
+    """Notes how many rows each cast has."""
+
+    casts: ClassVar[list[tuple[str, int]]] = []
+
+    def encode(self, x):
+        self.casts.append(("encode", len(x)))
+        return super().encode(x)
+
+    def decode(self, rows, num_columns, dtype):
+        self.casts.append(("decode", len(rows)))
+        return super().decode(rows, num_columns, dtype)
+
+
+def rank_casts(rank, world_size, folder):
+    mesh = ParallelDims.for_world(world_size).build_mesh("cpu")
+    found = {}
+    for name, most, rows_per_block in (("all", 2**25, 1), ("two", 128, 1), ("blocks", 2**25, 4)):
+        wired_param.MAX_TOGETHER = most
+        net = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(5)], nn.Linear(8, 6), nn.Linear(6, 8))
+        masters = {key: full(each) for key, each in net.named_parameters()}
+        net = parallelize(net, ParallelPlan(shard_units=(), param_wire=Counting(rows_per_block=rows_per_block)), mesh)
+        for _ in range(3):
+            Counting.casts.clear()
+            net.unshard()
+            read = {key: full(each) for key, each in net.named_parameters()}
+            casts = list(Counting.casts)
+            net.reshard()
+            wire = ByteWire(rows_per_block=rows_per_block)
+            assert all(torch.equal(each, rounded(wire, masters[key], torch.float32)) for key, each in read.items())
+        found[name] = casts
+    return found
+
+
+def test_matrices_of_a_unit_are_cast_together(ranks):
+    for found in ranks("rank_casts", 2):
+        # Four rows of each of five matrices and three of the sixth on a rank; the last has rows of another length.
+        assert found["all"] == [("encode", 23), ("encode", 4), ("decode", 46), ("decode", 8)]
+        assert found["two"] == [
+            *[("encode", 8)] * 2,
+            ("encode", 7),
+            ("encode", 4),
+            *[("decode", 16)] * 2,
+            ("decode", 14),
+            ("decode", 8),
+        ]
+        # A border would cut a block of the sixth: it travels as it is and is rounded by itself.
+        assert found["blocks"][:2] == [("encode", 20), ("encode", 4)]
+        assert sorted(found["blocks"][2:]) == [("decode", 6), ("decode", 8), ("decode", 40), ("encode", 6)]

@@ -4,11 +4,15 @@ FSDP2 asks a shard that has ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``
 came. Those hooks usually sit on a tensor subclass that the parameter then is. Here they sit on FSDP's own view of the
 padded shard: parameters, optimizer states and checkpoints stay plain DTensors, and nothing that replaces a parameter's
 data can lose the hooks without a word.
+
+FSDP2 asks each parameter by itself, and a cast of a small matrix is the host's time and not the device's. So parameters
+of a unit that have equally long rows are cast together: the first that is asked does it for those behind it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,11 +24,50 @@ from gem_parallel._src.param_wire import ParamWire, travels_encoded
 
 __all__ = ["wire_parameters"]
 
+MAX_TOGETHER = 2**25
+"""Elements of whole parameters that are cast together, beyond a first one: what they take in memory for a moment."""
+
+
+class _Together:
+    """Parameters of a unit whose rows are encoded, and decoded, in one call.
+
+    Args:
+        members: Of one number of columns, in FSDP's order; borders between them cut no block of rows.
+    """
+
+    def __init__(self, members: Sequence[_WiredParam]) -> None:
+        self._members = list(members)
+        self._sent: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+
+    def encode(self, member: _WiredParam) -> Tensor:
+        """A member's shard as it travels."""
+        if member is self._members[0]:
+            shards = [each.shard() for each in self._members]
+            rows = member.encode(torch.cat(shards))
+            parts = rows.split([len(each) for each in shards])
+            self._sent = {id(each): part for each, part in zip(self._members, parts, strict=True)}
+        return self._sent.pop(id(member))
+
+    def decode(self, member: _WiredParam, dtype: torch.dtype) -> Tensor:
+        """A member's values, of what came."""
+        if member is self._members[0]:
+            rows = [each.received() for each in self._members]
+            columns = member.num_columns
+            values = member.wire.decode(torch.cat(rows), columns, dtype).split([len(each) for each in rows])
+            self._values = {id(each): part for each, part in zip(self._members, values, strict=True)}
+        return self._values.pop(id(member))
+
 
 class _WiredParam(FSDPParam):
     """FSDP's keeper of one parameter, with the hooks of a wire on the padded shard that is gathered."""
 
     wire: ParamWire
+    together: _Together | None = None
+
+    @property
+    def num_columns(self) -> int:
+        return int(self._orig_size[-1])
 
     @property
     def _sharded_local_tensor(self) -> Tensor:
@@ -33,36 +76,56 @@ class _WiredParam(FSDPParam):
         shard.fsdp_post_all_gather = self._after
         return shard  # type: ignore[no-any-return]
 
-    def _encoded(self) -> bool:
-        num_shards = self.shard_mesh.size()
-        return travels_encoded(self.wire, tuple(self._orig_size), num_shards)
+    def encoded(self) -> bool:
+        """Whether it travels in the wire's form."""
+        return travels_encoded(self.wire, tuple(self._orig_size), self.shard_mesh.size())
 
-    @torch.no_grad()
-    def _before(
-        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], None]:
-        columns = outer_size[-1]
-        values = self._sharded_param_data.view(-1, columns).to(self.param_dtype or self.orig_dtype)
-        if not self._encoded():
-            return (values,), None
+    def shard(self) -> Tensor:
+        """The padded shard's rows in the dtype of compute."""
+        return self._sharded_param_data.view(-1, self.num_columns).to(self.param_dtype or self.orig_dtype)
+
+    def received(self) -> Tensor:
+        """The rows that came, without the padding of the last shards."""
+        (gathered,) = self.all_gather_outputs
+        return gathered.view(-1, self.wire.row_bytes(self.num_columns))[: math.prod(self._orig_size[:-1])]
+
+    def encode(self, values: Tensor) -> Tensor:
+        """Rows as they travel.
+
+        Raises:
+            ValueError: the wire gives other rows than it says.
+        """
         rows = self.wire.encode(values)
-        expected = (values.shape[0], self.wire.row_bytes(columns))
+        expected = (values.shape[0], self.wire.row_bytes(self.num_columns))
         if rows.dtype != torch.uint8 or tuple(rows.shape) != expected or not rows.is_contiguous():
             raise ValueError(
                 f"fully_shard: `encode` of `plan.param_wire` must return contiguous uint8 of shape {expected} for "
                 f"{tuple(values.shape)}, got {rows.dtype} {tuple(rows.shape)}; its row_bytes says so"
             )
-        return (rows,), None
+        return rows
+
+    @torch.no_grad()
+    def _before(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], None]:
+        if self.together is not None:
+            return (self.together.encode(self),), None
+        values = self.shard()
+        return (self.encode(values) if self.encoded() else values,), None
 
     @torch.no_grad()
     def _after(
         self, outputs: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         (gathered,) = outputs
-        columns = self._orig_size[-1]
-        # The last shards are padded.
-        rows = gathered[: math.prod(self._orig_size[:-1])]
-        values = self.wire.decode(rows, columns, param_dtype) if self._encoded() else self.wire.round(rows)
+        if self.together is not None:
+            values = self.together.decode(self, param_dtype)
+            # What FSDP keeps has memory of its own.
+            values = values.clone() if out is None else values
+        else:
+            # The last shards are padded.
+            rows = gathered[: math.prod(self._orig_size[:-1])]
+            values = self.wire.decode(rows, self.num_columns, param_dtype) if self.encoded() else self.wire.round(rows)
         # FSDP would keep what came beside what it became.
         gathered.untyped_storage().resize_(0)
         if out is None:
@@ -76,6 +139,26 @@ class _WiredParam(FSDPParam):
         return None
 
 
+def _castable(parameter: _WiredParam) -> bool:
+    """Whether its shards and the whole are whole blocks of rows."""
+    rows = math.prod(parameter._orig_size[:-1]), math.prod(parameter.padded_sharded_param_size[:-1])
+    return parameter.encoded() and all(number % parameter.wire.rows_per_block == 0 for number in rows)
+
+
+def _cast_together(parameters: Sequence[_WiredParam]) -> None:
+    """Set ``together`` of those parameters of a unit that can be."""
+    by_columns: dict[int, list[list[_WiredParam]]] = {}
+    for each in filter(_castable, parameters):
+        batches = by_columns.setdefault(each.num_columns, [[]])
+        if batches[-1] and sum(other._orig_size.numel() for other in [*batches[-1], each]) > MAX_TOGETHER:
+            batches.append([])
+        batches[-1].append(each)
+    for members in (members for batches in by_columns.values() for members in batches if len(members) > 1):
+        together = _Together(members)
+        for each in members:
+            each.together = together
+
+
 def wire_parameters(module: nn.Module, wire: ParamWire) -> None:
     """Let the parameters of a sharded module travel in a form of their own.
 
@@ -87,8 +170,12 @@ def wire_parameters(module: nn.Module, wire: ParamWire) -> None:
         if not isinstance(unit, FSDPModule):
             continue
         group = unit._get_fsdp_state()._fsdp_param_group
+        wired: list[_WiredParam] = []
         for parameter in group.fsdp_params if group is not None else ():
             if parameter.sharded_param.is_floating_point() and wire.covers(tuple(parameter._orig_size)):
                 parameter.__class__ = _WiredParam
-                parameter.wire = wire  # type: ignore[attr-defined]
+                assert isinstance(parameter, _WiredParam)
+                parameter.wire = wire
                 parameter._init_extensions()
+                wired.append(parameter)
+        _cast_together(wired)
