@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gem_model._src.blocks import SumKronLinear, TokenLinear
+from gem_model._src import blocks
+from gem_model._src.blocks import SumKronLinear, TokenLinear, token_columns
 from gem_model._src.events import hat_encoding, recency
 from gem_model._src.interaction import FactorizationMachineBlock
 from gem_model._src.jagged import fixed_offsets
@@ -87,3 +88,23 @@ def test_fixed_offsets():
 
 def test_age_range_covers_years():
     assert math.expm1(20.0) > 15 * 365 * 86_400
+
+
+def test_transposes_in_memory_are_the_same_bits(monkeypatch):
+    torch.manual_seed(0)
+    module, x, weight = TokenLinear(6, 4), torch.randn(3, 6, 8), torch.randn(3, 4, 8)
+
+    def run():
+        leaf = x.clone().requires_grad_()
+        out = module(leaf, token_columns(leaf))
+        return out, torch.autograd.grad((out * weight).sum(), [leaf, *module.parameters()])
+
+    lazy, gradients = run()
+    monkeypatch.setattr(blocks, "TRANSPOSE_DEVICES", ("cpu",))
+    monkeypatch.setattr(blocks, "_MIN_TRANSPOSE", 0)
+    out, own_gradients = run()
+    assert out.is_contiguous()
+    assert not lazy.is_contiguous()
+    assert torch.equal(out, lazy)
+    for ours, theirs in zip(own_gradients, gradients, strict=True):
+        assert torch.equal(ours, theirs)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gem_kernels.layer_norm_rows import layer_norm_rows, layer_norm_rows_backward
+from gem_kernels.transpose_tokens import transpose_tokens
 from gem_model.flops import ModuleFlops, linear_flops
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU}
@@ -44,7 +45,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def uses_own_norm(x: Tensor) -> bool:
-    """Whether a LayerNorm of x runs in gem_kernels: not where a compiler fuses it, nor under autocast, which widens it."""
+    """Whether a LayerNorm of x runs in gem_kernels: not where a compiler fuses it nor under autocast, which widens it."""
     return (
         not torch.compiler.is_compiling()
         and x.device.type in NORM_DEVICES
@@ -83,9 +84,19 @@ class MLP(nn.Sequential):
         return {"": ModuleFlops(gemm=sum(linear_flops(x, rows) for x in self if isinstance(x, nn.Linear)))}
 
 
+TRANSPOSE_DEVICES = ("cuda",)
+"""Where torch copies a transposed tensor element by element."""
+_MIN_TRANSPOSE = 2**24
+"""Elements from which a transpose of its own is worth the launch; the values are the same either way."""
+
+
+def _is_transposed(x: Tensor) -> bool:
+    return not torch.compiler.is_compiling() and x.device.type in TRANSPOSE_DEVICES and x.numel() >= _MIN_TRANSPOSE
+
+
 def token_columns(x: Tensor) -> Tensor:
     """(B, n, d) -> (B, d, n), contiguous: the rows that linear layers over the token axis read."""
-    return x.transpose(1, 2).contiguous()
+    return transpose_tokens(x) if _is_transposed(x) else x.transpose(1, 2).contiguous()
 
 
 class TokenLinear(nn.Module):
@@ -104,7 +115,8 @@ class TokenLinear(nn.Module):
         out: Tensor = self.linear(token_columns(x) if columns is None else columns)
         if torch.promote_types(out.dtype, x.dtype) != x.dtype:
             out = out.to(x.dtype)
-        return out.transpose(1, 2)
+        # Transposed in memory where that is fast, so that what follows reads whole rows.
+        return transpose_tokens(out) if _is_transposed(out) else out.transpose(1, 2)
 
     def flops(self, num_samples: int, width: int) -> dict[str, ModuleFlops]:
         """FLOPs over samples whose tokens have ``width`` columns."""

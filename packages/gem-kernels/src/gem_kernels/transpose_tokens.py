@@ -1,0 +1,30 @@
+"""Transposing every matrix of a batch, as layers over the token axis ask for: (B, n, d) to (B, d, n) and back.
+
+torch copies a transposed tensor element by element on CUDA, at about a fifth of the rate of a plain copy.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gem_kernels._src.transpose_tokens.op import transpose_tokens_op
+
+__all__ = ["transpose_tokens"]
+
+
+def transpose_tokens(x: Tensor) -> Tensor:
+    """Swap the last two dims, in memory. Its gradient is transposed likewise.
+
+    Args:
+        x: (B, M, N), any dtype with 1 to 8 bytes. One that is not contiguous is copied first.
+
+    Returns:
+        (B, N, M), contiguous, the same bits.
+
+    Raises:
+        ValueError: if x does not have three dims.
+    """
+    if x.dim() != 3:
+        raise ValueError(f"transpose_tokens: `x` must have shape (B, M, N), got {tuple(x.shape)}; add or flatten dims.")
+    out: Tensor = transpose_tokens_op(x)
+    return out
