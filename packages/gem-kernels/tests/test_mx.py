@@ -330,6 +330,10 @@ def assert_triton_equals_torch(x: Tensor, case: CastCase) -> None:
     assert_same_pair(pair, expected)
     values = vectorized.dequantize(*expected, case.block_shape, case.dtype)
     assert_bitwise(triton_casts.launch_dequantize(*pair, case.block_shape, case.dtype), values)
+    # Rows that lie apart.
+    apart = [torch.cat([each.view(torch.uint8), each.view(torch.uint8)[:, :1]], dim=1) for each in pair]
+    apart = [each[:, :-1].view(whole.dtype) for each, whole in zip(apart, pair, strict=True)]
+    assert_bitwise(triton_casts.launch_dequantize(*apart, case.block_shape, case.dtype), values)
     assert_bitwise(triton_casts.launch_fake_quantize(x, *arguments), values)
 
 

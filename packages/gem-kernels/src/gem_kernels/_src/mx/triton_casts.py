@@ -166,7 +166,9 @@ def _mx_quantize_kernel(
 def _mx_dequantize_kernel(
     qdata_ptr,  # (M, K) codes as bytes
     scale_ptr,  # (blocks along M, blocks along K) bytes
-    out_ptr,  # (M, K)
+    out_ptr,  # (M, K), contiguous
+    stride_qm,
+    stride_si,
     M,
     K,
     BLOCK_ROWS: tl.constexpr,
@@ -179,16 +181,15 @@ def _mx_dequantize_kernel(
 ):
     offs_m, offs_k, offs_i, offs_j = _tile_offsets(K, BLOCK_ROWS, BLOCK_COLS, ROWS, COLS)
     mask = (offs_m < M)[:, None] & (offs_k < K)[None, :]
-    offs = offs_m[:, None] * K + offs_k[None, :]
-    code = tl.load(qdata_ptr + offs, mask=mask, other=0).to(tl.int32)
+    code = tl.load(qdata_ptr + offs_m[:, None] * stride_qm + offs_k[None, :], mask=mask, other=0).to(tl.int32)
     blocks_m = tl.cdiv(M, BLOCK_ROWS)
     blocks_k = tl.cdiv(K, BLOCK_COLS)
     scale_mask = (offs_i < blocks_m)[:, None] & (offs_j < blocks_k)[None, :]
-    scale_ptrs = scale_ptr + offs_i[:, None] * blocks_k + offs_j[None, :]
+    scale_ptrs = scale_ptr + offs_i[:, None] * stride_si + offs_j[None, :]
     scale_byte = tl.load(scale_ptrs, mask=scale_mask, other=0).to(tl.int32)
     scale = tl.where(scale_byte == 255, float("nan"), _power_of_two(scale_byte))
     value = _decode(code, _spread(scale, BLOCK_ROWS, BLOCK_COLS, ROWS, COLS), MANTISSA_BITS, BIAS, MAX_CODE)
-    _store_float32(out_ptr + offs, value, mask)
+    _store_float32(out_ptr + offs_m[:, None] * K + offs_k[None, :], value, mask)
 
 
 def _constexprs(fmt: ElementFormat, block_shape: tuple[int, int]) -> dict[str, Any]:
@@ -257,11 +258,15 @@ def launch_dequantize(qdata: Tensor, scale: Tensor, block_shape: tuple[int, int]
     out = torch.empty(qdata.shape, dtype=dtype, device=qdata.device)
     if out.numel() == 0:
         return out
+    # Rows may lie apart, as in a matrix that holds elements and scales.
+    qdata, scale = (each if each.stride(1) == 1 else each.contiguous() for each in (qdata, scale))
     with _device_guard(out):
         _mx_dequantize_kernel[_grid(*out.shape)](
-            qdata.contiguous().view(torch.uint8),
-            scale.contiguous().view(torch.uint8),
+            qdata.view(torch.uint8),
+            scale.view(torch.uint8),
             out,
+            qdata.stride(0),
+            scale.stride(0),
             out.shape[0],
             out.shape[1],
             **_constexprs(element_format(qdata.dtype), block_shape),
@@ -298,9 +303,17 @@ def _dequantize_spec(fmt: ElementFormat, block_shape: tuple[int, int], dtype: st
     return CompileSpec(
         id=f"dequantize-{name}-{block_shape[0]}x{block_shape[1]}-{dtype}",
         kernel=_mx_dequantize_kernel,
-        signature={"qdata_ptr": "*u8", "scale_ptr": "*u8", "out_ptr": f"*{dtype}", "M": "i32", "K": "i32"},
+        signature={
+            "qdata_ptr": "*u8",
+            "scale_ptr": "*u8",
+            "out_ptr": f"*{dtype}",
+            "stride_qm": "i32",
+            "stride_si": "i32",
+            "M": "i32",
+            "K": "i32",
+        },
         constexprs=_constexprs(fmt, block_shape),
-        aligned=("qdata_ptr", "scale_ptr", "out_ptr", "K"),
+        aligned=("qdata_ptr", "scale_ptr", "out_ptr", "stride_qm", "K"),
         num_warps=NUM_WARPS,
     )
 
