@@ -6,11 +6,13 @@ Histories are skewed (exponential, cut at the maximum), FLOPs are the model's ow
 
     python bench_train_step.py                     # one JSON line per preset and precision
     python bench_train_step.py --preset small --precision bf16 --profile trace.json
+    python bench_train_step.py --preset small --samples 1024   # where the host is the limit
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import time
@@ -60,10 +62,12 @@ def make_embeddings(config: RankingConfig, device: torch.device) -> ShardedEmbed
     return ShardedEmbeddings(tables, features, optimizer=optimizer, device=device)
 
 
-def make_batch(config: RankingConfig, preset: str, device: torch.device, seed: int):
+def make_batch(config: RankingConfig, preset: str, num_samples: int, device: torch.device, seed: int):
     """A random batch on the device, and its ids, Zipf-like over the items."""
-    num_samples, mean_length, max_length = SIZES[preset]
-    batch, _ = random_batch(config, num_samples, mean_length=mean_length, max_length=max_length, seed=seed)
+    _, mean_length, max_length = SIZES[preset]
+    # Embeddings come from the tables: those that are drawn with the batch may be narrow.
+    narrow = dataclasses.replace(config, embedding_dim=1)
+    batch, _ = random_batch(narrow, num_samples, mean_length=mean_length, max_length=max_length, seed=seed)
     num_events = int(batch.sequences[config.sequences[0].name].offsets[-1])
     generator = torch.Generator().manual_seed(seed)
     ids = {}
@@ -75,7 +79,9 @@ def make_batch(config: RankingConfig, preset: str, device: torch.device, seed: i
     return batch, batch.to(device), ids, num_events
 
 
-def measure(preset: str, precision: str, device: torch.device, steps: int, profile: Path | None) -> dict[str, object]:
+def measure(
+    preset: str, precision: str, device: torch.device, steps: int, profile: Path | None, num_samples: int | None = None
+) -> dict[str, object]:
     """Times `steps` whole steps after a warm-up; median over steps, by device events on CUDA."""
     torch.manual_seed(0)
     config = make_config(preset)
@@ -96,7 +102,8 @@ def measure(preset: str, precision: str, device: torch.device, steps: int, profi
         device=device,
         timer=timer,
     )
-    batches = [make_batch(config, preset, device, seed) for seed in range(NUM_BATCHES)]
+    num_samples = num_samples or SIZES[preset][0]
+    batches = [make_batch(config, preset, num_samples, device, seed) for seed in range(NUM_BATCHES)]
     flops = [model.flops(host).total for host, _, _, _ in batches]
 
     def run(index: int) -> None:
@@ -136,17 +143,16 @@ def measure(preset: str, precision: str, device: torch.device, steps: int, profi
         )
     mean_flops = statistics.fmean(flops[index % NUM_BATCHES] for index in range(steps))
     account = mfu.account(mean_flops, wall, 1, str(environment(device)["device"]))
-    samples = batches[0][1].num_samples
     return {
         "bench": "train_step",
         "preset": preset,
         "precision": precision,
-        "samples_per_step": samples,
+        "samples_per_step": num_samples,
         "events_per_step": round(statistics.fmean(b[3] for b in batches)),
         "parameters": sum(p.numel() for p in model.parameters()),
         "step_ms": 1e3 * wall,
-        "samples_per_second": samples / wall,
-        "mflop_per_sample_forward_backward": mean_flops / samples / 1e6,
+        "samples_per_second": num_samples / wall,
+        "mflop_per_sample_forward_backward": mean_flops / num_samples / 1e6,
         "tflops": mean_flops / wall / 1e12,
         "mfu": account.mfu,
         "mfu_of": account.explanation,
@@ -163,14 +169,14 @@ def main() -> None:
     parser.add_argument("--precision", nargs="*", default=["fp32", "bf16"], choices=recipe_names())
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=20, help="measured steps after the warm-up (default 20)")
+    parser.add_argument("--samples", type=int, help="of a step, in place of the preset's own number")
     parser.add_argument("--profile", type=Path, help="write a trace of a few steps of each variant here")
     parser.add_argument("--output", type=Path, help="append the JSON lines to this file")
     arguments = parser.parse_args()
     for preset in arguments.preset:
         for precision in arguments.precision:
-            row = json.dumps(
-                measure(preset, precision, torch.device(arguments.device), arguments.steps, arguments.profile)
-            )
+            device = torch.device(arguments.device)
+            row = json.dumps(measure(preset, precision, device, arguments.steps, arguments.profile, arguments.samples))
             print(row, flush=True)
             if arguments.output:
                 arguments.output.parent.mkdir(parents=True, exist_ok=True)
