@@ -45,7 +45,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def uses_own_norm(x: Tensor) -> bool:
-    """Whether a LayerNorm of x runs in gem_kernels: not where a compiler fuses it nor under autocast, which widens it."""
+    """Whether a LayerNorm of x runs in gem_kernels: not where a compiler fuses it or autocast widens it."""
     return (
         not torch.compiler.is_compiling()
         and x.device.type in NORM_DEVICES

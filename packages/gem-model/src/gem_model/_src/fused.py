@@ -18,10 +18,11 @@ def fuses_norm_block(attention: nn.Module, residual: Tensor, keys: Tensor, dropo
     """
     device_type = residual.device.type
     return (
-        device_type in _DEVICES
+        # First: a compiler that looked at what follows would break its graph there.
+        not torch.compiler.is_compiling()
+        and device_type in _DEVICES
         and bool(getattr(attention, "has_norm_block", False))
         and residual.dtype == keys.dtype
         and not torch.is_autocast_enabled(device_type)
         and dropout == 0.0
-        and not torch.compiler.is_compiling()
     )
