@@ -80,7 +80,7 @@ class RankingModel(nn.Module):
         for tower in self.config.sequences:
             events = {name: embeddings[name] for name in tower.event_features}
             sequence = batch.sequences[tower.name]
-            tokens = self.event_tokens[tower.name](events, event_numbers(tower, sequence))
+            tokens = self.event_tokens[tower.name](events, event_numbers(tower, sequence, self.config.embedding_dim))
             sequences[tower.name] = Jagged(tokens, sequence.offsets, sequence.max_seqlen)
         for layer in self.layers:
             x, sequences = layer(x, sequences)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gem_model._src.blocks import activation_module
@@ -17,6 +18,9 @@ _MAX_LOG_AGE = 20.0
 """log(1 + 485 million seconds), 15 years; the last knot stands for all that is older."""
 _MAX_LOG_RECENCY = math.log(8192.0)
 """The last knot stands for all events that 8,191 or more follow."""
+_COLUMNS = 8
+"""The input of the first layer has a multiple of so many: rows of 16 bytes in bfloat16, without which its products run
+at a fifth of their rate on CUDA."""
 
 
 def hat_encoding(x: Tensor, num_knots: int, largest: float) -> Tensor:
@@ -44,21 +48,29 @@ def recency(offsets: Tensor, num_events: int) -> Tensor:
     return (last - 1 - torch.arange(num_events, device=offsets.device)).float()
 
 
-def event_numbers(config: SequenceTowerConfig, sequence: SequenceView) -> Tensor:
-    """Dense values, age and recency of each event, (T, num_event_dense + buckets) float32.
+def _num_inputs(config: SequenceTowerConfig, embedding_dim: int) -> tuple[int, int]:
+    """Columns that say something of an event, and columns of zeros behind them."""
+    numbers = config.num_event_dense + config.num_age_buckets + config.num_recency_buckets
+    num_inputs = len(config.event_features) * embedding_dim + numbers
+    return num_inputs, -num_inputs % _COLUMNS
+
+
+def event_numbers(config: SequenceTowerConfig, sequence: SequenceView, embedding_dim: int) -> Tensor:
+    """Dense values, age and recency of each event, and zeros that fill up the row, (T, numbers) float32.
 
     Made outside of the module that has the weights: a sharded module may round its inputs, and a rounded age of
     years would lose hours.
     """
     later = torch.log1p(recency(sequence.offsets, sequence.age.shape[0]))
-    return torch.cat(
-        (
-            sequence.dense.float(),
-            hat_encoding(torch.log1p(sequence.age.float()), config.num_age_buckets, _MAX_LOG_AGE),
-            hat_encoding(later, config.num_recency_buckets, _MAX_LOG_RECENCY),
-        ),
-        dim=1,
-    )
+    columns = [
+        sequence.dense.float(),
+        hat_encoding(torch.log1p(sequence.age.float()), config.num_age_buckets, _MAX_LOG_AGE),
+        hat_encoding(later, config.num_recency_buckets, _MAX_LOG_RECENCY),
+    ]
+    _, num_zeros = _num_inputs(config, embedding_dim)
+    if num_zeros:
+        columns.append(later.new_zeros(later.shape[0], num_zeros))
+    return torch.cat(columns, dim=1)
 
 
 class EventTokens(nn.Module):
@@ -67,9 +79,12 @@ class EventTokens(nn.Module):
     def __init__(self, config: SequenceTowerConfig, embedding_dim: int, activation: str) -> None:
         super().__init__()
         self._config = config
-        num_numbers = config.num_event_dense + config.num_age_buckets + config.num_recency_buckets
-        num_inputs = len(config.event_features) * embedding_dim + num_numbers
-        self.hidden = nn.Linear(num_inputs, config.event_hidden)
+        self._num_inputs, num_zeros = _num_inputs(config, embedding_dim)
+        self.hidden = nn.Linear(self._num_inputs, config.event_hidden)
+        if num_zeros:
+            # Drawn without them: they change no weight.
+            self.hidden.weight = nn.Parameter(F.pad(self.hidden.weight.detach(), (0, num_zeros)))
+            self.hidden.in_features += num_zeros
         self.activation = activation_module(activation)
         self.output = nn.Linear(config.event_hidden, config.dim)
 
@@ -79,6 +94,7 @@ class EventTokens(nn.Module):
         return self.output(self.activation(self.hidden(torch.cat([*columns, numbers], dim=1))))
 
     def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:
-        """FLOPs by module."""
+        """FLOPs by module, without the columns of zeros."""
         rows = sizes.num_events(self._config.name)
-        return {"": ModuleFlops(gemm=linear_flops(self.hidden, rows) + linear_flops(self.output, rows))}
+        hidden = 2 * rows * self._num_inputs * self.hidden.out_features
+        return {"": ModuleFlops(gemm=hidden + linear_flops(self.output, rows))}
