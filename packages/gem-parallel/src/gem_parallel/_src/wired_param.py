@@ -32,7 +32,7 @@ class _Together:
     """Parameters of a unit whose rows are encoded, and decoded, in one call.
 
     Args:
-        members: Of one number of columns, in FSDP's order; borders between them cut no block of rows.
+        members: Of one number of columns and dtype, in FSDP's order; borders between them cut no block of rows.
     """
 
     def __init__(self, members: Sequence[_WiredParam]) -> None:
@@ -44,8 +44,8 @@ class _Together:
         """A member's shard as it travels."""
         if member is self._members[0]:
             shards = [each.shard() for each in self._members]
-            rows = member.encode(torch.cat(shards))
-            parts = rows.split([len(each) for each in shards])
+            rows = member.encode(torch.cat(shards).to(member.param_dtype or member.orig_dtype))
+            parts = rows.split([each.shape[0] for each in shards])
             self._sent = {id(each): part for each, part in zip(self._members, parts, strict=True)}
         return self._sent.pop(id(member))
 
@@ -54,7 +54,7 @@ class _Together:
         if member is self._members[0]:
             rows = [each.received() for each in self._members]
             columns = member.num_columns
-            values = member.wire.decode(torch.cat(rows), columns, dtype).split([len(each) for each in rows])
+            values = member.wire.decode(torch.cat(rows), columns, dtype).split([each.shape[0] for each in rows])
             self._values = {id(each): part for each, part in zip(self._members, values, strict=True)}
         return self._values.pop(id(member))
 
@@ -81,8 +81,8 @@ class _WiredParam(FSDPParam):
         return travels_encoded(self.wire, tuple(self._orig_size), self.shard_mesh.size())
 
     def shard(self) -> Tensor:
-        """The padded shard's rows in the dtype of compute."""
-        return self._sharded_param_data.view(-1, self.num_columns).to(self.param_dtype or self.orig_dtype)
+        """The padded shard's rows."""
+        return self._sharded_param_data.view(-1, self.num_columns)
 
     def received(self) -> Tensor:
         """The rows that came, without the padding of the last shards."""
@@ -110,7 +110,7 @@ class _WiredParam(FSDPParam):
     ) -> tuple[tuple[Tensor, ...], None]:
         if self.together is not None:
             return (self.together.encode(self),), None
-        values = self.shard()
+        values = self.shard().to(self.param_dtype or self.orig_dtype)
         return (self.encode(values) if self.encoded() else values,), None
 
     @torch.no_grad()
@@ -147,13 +147,13 @@ def _castable(parameter: _WiredParam) -> bool:
 
 def _cast_together(parameters: Sequence[_WiredParam]) -> None:
     """Set ``together`` of those parameters of a unit that can be."""
-    by_columns: dict[int, list[list[_WiredParam]]] = {}
+    alike: dict[tuple[int, torch.dtype], list[list[_WiredParam]]] = {}
     for each in filter(_castable, parameters):
-        batches = by_columns.setdefault(each.num_columns, [[]])
+        batches = alike.setdefault((each.num_columns, each.sharded_param.dtype), [[]])
         if batches[-1] and sum(other._orig_size.numel() for other in [*batches[-1], each]) > MAX_TOGETHER:
             batches.append([])
         batches[-1].append(each)
-    for members in (members for batches in by_columns.values() for members in batches if len(members) > 1):
+    for members in (members for batches in alike.values() for members in batches if len(members) > 1):
         together = _Together(members)
         for each in members:
             each.together = together
