@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from gem_precision._src import layers
+from gem_precision._src import bypass, layers
 from gem_precision.recipe import BF16Recipe, FP32Recipe, MXFP8Recipe, Recipe
 
 __all__ = ["convert"]
@@ -37,6 +37,11 @@ def convert(module: nn.Module, recipe: Recipe, *, filter: Callable[[nn.Module, s
     ``BlockAttention`` change their class; nothing else about them does. Parameters stay the same objects under the same
     names, so optimizers made before stay valid, and checkpoints load into any recipe. Call it before ``fully_shard`` or
     ``torch.compile``.
+
+    Layers that torch's ``MultiheadAttention`` and ``LinearCrossEntropyLoss`` read without calling them are passed over.
+    Of a ``TransformerEncoderLayer`` whose layers are converted, and of a ``TransformerEncoder`` around it, the fast
+    path for eval mode is off afterwards, as it reads weights likewise. Convert them whole: a layer that is handed in
+    without the module around it cannot tell.
 
     Args:
         module: The model, or a part of it; parts may take different recipes.
@@ -76,7 +81,10 @@ def convert(module: nn.Module, recipe: Recipe, *, filter: Callable[[nn.Module, s
         for fqn, layer in module.named_modules()
         if isinstance(layer, layers.CONVERTIBLE) and not layers.is_converted(layer)
     ]
-    obstacles = {fqn: layers.obstacle(layer, fqn, recipe, filter) for fqn, layer in candidates}
+    readers = bypass.readers(module)
+    obstacles = {
+        fqn: layers.obstacle(layer, fqn, recipe, filter, read_by=readers.get(id(layer))) for fqn, layer in candidates
+    }
     if all(obstacles.values()):
         example = next(iter(obstacles.items()), None)
         found = f"{len(candidates)} layers, the first {example[0]!r}: {example[1]}" if example else "no such layer"
@@ -90,4 +98,5 @@ def convert(module: nn.Module, recipe: Recipe, *, filter: Callable[[nn.Module, s
             layers.replace(layer, recipe)
         else:
             layers.pass_over(layer, recipe, reason)
+    bypass.take_off_fast_paths(module)
     return module

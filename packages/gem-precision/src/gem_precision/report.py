@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from gem_precision._src import layers
+from gem_precision._src import bypass, layers
 from gem_precision.recipe import BF16Recipe, MXFP8Recipe
 
 __all__ = ["LayerReport", "PrecisionSummary", "describe", "format_report", "summarize"]
@@ -107,11 +107,16 @@ def describe(module: nn.Module) -> tuple[LayerReport, ...]:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"describe: `module` must be an nn.Module, got {type(module).__name__}.")
-    reports = (
-        _converted(fqn, layer) if layers.is_converted(layer) else _untouched(fqn, layer)
-        for fqn, layer in module.named_modules()
-    )
-    return tuple(report for report in reports if report is not None)
+    reports = []
+    bypassed = bypass.bypassed(module)
+    for fqn, layer in module.named_modules():
+        report = _converted(fqn, layer) if layers.is_converted(layer) else _untouched(fqn, layer)
+        if report is not None and report.is_converted and id(layer) in bypassed:
+            reason = f"NOT where {bypassed[id(layer)]} reads its weight; convert that module whole: {report.reason}"
+            report = replace(report, reason=reason)
+        if report is not None:
+            reports.append(report)
+    return tuple(reports)
 
 
 def summarize(reports: Iterable[LayerReport]) -> PrecisionSummary:

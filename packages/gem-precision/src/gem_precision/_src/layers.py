@@ -68,8 +68,15 @@ def target_of(module: nn.Module, recipe: MXFP8Recipe | BF16Recipe) -> type[nn.Mo
     return _TARGETS[type(recipe)].get(type(module))
 
 
-def obstacle(module: nn.Module, fqn: str, recipe: MXFP8Recipe | BF16Recipe, keep: Filter | None) -> str | None:
-    """Why this layer, a convertible kind or a subclass of one, stays in high precision; None if it is converted."""
+def obstacle(
+    module: nn.Module, fqn: str, recipe: MXFP8Recipe | BF16Recipe, keep: Filter | None, *, read_by: str | None
+) -> str | None:
+    """Why this layer, a convertible kind or a subclass of one, stays in high precision; None if it is converted.
+
+    ``read_by`` is the module that reads its weight and never calls it, if there is one.
+    """
+    if read_by is not None:
+        return f"{read_by} reads its weight and never calls it"
     if target_of(module, recipe) is None:
         return f"{type(module).__name__} is a subclass of {kind_of(module)}, and its forward may be another"
     if keep is not None and not keep(module, fqn):
