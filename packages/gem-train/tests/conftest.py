@@ -143,7 +143,7 @@ def small_data(monkeypatch: pytest.MonkeyPatch, small_log: EventLog) -> None:
 @pytest.fixture
 def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs end without the pictures of their report, which take longer than the run."""
-    monkeypatch.setattr("gem_train.cli.train.write_report", lambda directory: Path(directory) / "report.html")
+    monkeypatch.setattr("gem_train.cli.train.write_report", lambda directory, **_: Path(directory) / "report.html")
 
 
 @pytest.fixture(scope="session")

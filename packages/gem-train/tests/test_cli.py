@@ -74,6 +74,17 @@ def test_report_is_written_again(run_copy: Path, capsys: pytest.CaptureFixture[s
     assert main(["report", str(run_copy)]) == 0
     assert capsys.readouterr().out.strip() == str(run_copy / "report.html")
     assert (run_copy / "report.html").stat().st_size > 1000
+    other = Path(shutil.copytree(run_copy, run_copy.parent / "other"))
+    assert main(["report", str(run_copy), "--compare", str(other)]) == 0
+    assert "<h2>Comparison</h2>" in (run_copy / "report.html").read_text()
+
+
+def test_report_says_where_it_cannot_write(
+    run_copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert main(["report", str(run_copy)]) == 2
+    assert f"gem: error: {run_copy} must be a directory to write report.html in;" in capsys.readouterr().err
 
 
 def test_compare_prints_the_other_run_beside(
@@ -83,6 +94,7 @@ def test_compare_prints_the_other_run_beside(
     out = capsys.readouterr().out
     assert f"test scores beside {finished}:" in out
     assert f"NE {finished.name}" in out
+    assert "settings that differ: trainer.seed 0 there, 7 here" in out
 
 
 def test_low_precision_is_set_beside_the_fp32_run_next_to_it(
@@ -102,6 +114,39 @@ def test_low_precision_is_set_beside_the_fp32_run_next_to_it(
     shutil.rmtree(short)
     assert train(run_copy.parent / "again") == 0
     assert "test scores beside" not in capsys.readouterr().out
+
+
+def test_low_precision_is_set_only_beside_a_run_of_equal_settings(
+    run_copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A change of NE that comes from the seed or the learning rate is not to be read as one of precision."""
+    low = run_copy.parent / "low"
+    changes = ("--seed", "5", "--set", "trainer.learning_rate=0.05", "--set", "trainer.keep_last=3")
+    assert train(low, "--precision", "bf16", *changes) == 0
+    said = capsys.readouterr()
+    assert "test scores beside" not in said.out
+    (note,) = [line for line in said.err.splitlines() if "not compared" in line]
+    assert note == (
+        f"note: not compared with a run in fp32, as none has the same settings: {run_copy} (trainer.learning_rate "
+        "0.002 there, 0.05 here, trainer.seed 0 there, 5 here); --compare RUN_DIR names one"
+    )
+    assert train(low, "--precision", "bf16", "--overwrite", *changes, "--compare", str(run_copy)) == 0
+    out = capsys.readouterr().out
+    assert f"test scores beside {run_copy}:" in out
+    assert "settings that differ: precision fp32 there, bf16 here, trainer.learning_rate 0.002 there, 0.05 h" in out
+
+
+def test_a_damaged_neighbour_does_not_fail_a_finished_run(run_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, file, text in (("b", "metrics.jsonl", "garbage\n{}\n"), ("c", "config.json", "{"),
+                             ("d", "metrics.jsonl", '{"phase": "test", "step": 1}\n')):  # fmt: skip
+        damaged = Path(shutil.copytree(run_copy, run_copy.parent / name))
+        (damaged / file).write_text(text)
+    assert train(run_copy.parent / "low", "--precision", "bf16", steps=2) == 0
+    said = capsys.readouterr()
+    assert f"beside {run_copy} (of other length" in said.out
+    for name, reason in (("b", "line 1 of"), ("c", "is damaged"), ("d", "a test record without scores")):
+        (note,) = [line for line in said.err.splitlines() if f"not compared with {run_copy.parent / name}, " in line]
+        assert reason in note
 
 
 def test_overwrite_replaces_the_run_and_nothing_else(run_copy: Path) -> None:

@@ -107,7 +107,7 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     path = Path(run_dir) / FILE_NAME
     if not path.is_file():
         raise ValueError(
-            f"read_metrics: run_dir must hold {FILE_NAME}, got {os.fspath(run_dir)!r}; give a run's directory"
+            f"the directory of a run must hold {FILE_NAME}, got {os.fspath(run_dir)!r}; name one that does"
         )
     lines = path.read_text(encoding="utf-8").split("\n")
     out: list[dict[str, Any]] = []
@@ -119,13 +119,9 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
         except json.JSONDecodeError as error:
             if number == len(lines) - 1:  # no newline after it: the writer was killed
                 break
-            raise ValueError(
-                f"read_metrics: line {number + 1} of {path} must be JSON ({error}); remove the line"
-            ) from error
+            raise ValueError(f"line {number + 1} of {path} must be JSON ({error}); remove the line") from error
         if not isinstance(line, dict) or not isinstance(line.get("phase"), str):
-            raise ValueError(
-                f"read_metrics: line {number + 1} of {path} must be an object with a phase; remove the line"
-            )
+            raise ValueError(f"line {number + 1} of {path} must be an object with a phase; remove the line")
         out.append(line)
     return out
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gem_train.errors import ConfigError
 
-__all__ = ["CHANGEABLE", "RunDirectory", "RunRecord"]
+__all__ = ["CHANGEABLE", "RunDirectory", "RunRecord", "Setting", "differing"]
 
 FORMAT_VERSION = 1
 _OWN = ("checkpoints", "tensorboard", "config.json", "metrics.jsonl", "report.html")
@@ -225,11 +225,9 @@ class RunDirectory:
         Raises:
             ConfigError: listing each setting that differs.
         """
-        saved, ours = _flatten(self.read().settings), _flatten(json.loads(json.dumps(dict(settings))))
         different = [
-            f"{name}: run {saved.get(name, 'none')!r}, now {ours.get(name, 'none')!r}"
-            for name in sorted(saved.keys() | ours.keys())
-            if name not in changeable and saved.get(name) != ours.get(name)
+            f"{name}: run {saved!r}, now {ours!r}"
+            for name, saved, ours in differing(self.read().settings, settings, except_for=changeable)
         ]
         if different:
             more = f"; and {len(different) - 8} more" if len(different) > 8 else ""
@@ -237,6 +235,33 @@ class RunDirectory:
                 f"{self.path} was made with other settings: {'; '.join(different[:8])}{more}. "
                 "Use those, or begin another run"
             )
+
+
+class Setting(NamedTuple):
+    """A setting that two runs have different values of."""
+
+    name: str
+    """Dotted."""
+    theirs: Any
+    ours: Any
+
+
+def differing(
+    theirs: Mapping[str, Any], ours: Mapping[str, Any], *, except_for: frozenset[str] = frozenset()
+) -> list[Setting]:
+    """The settings in which two runs differ, by name.
+
+    Args:
+        theirs: JSON values of the settings of one.
+        ours: Of the other.
+        except_for: Dotted names that are left out.
+    """
+    one, two = (_flatten(json.loads(json.dumps(dict(settings)))) for settings in (theirs, ours))
+    return [
+        Setting(name, one.get(name, "none"), two.get(name, "none"))
+        for name in sorted(one.keys() | two.keys())
+        if name not in except_for and one.get(name) != two.get(name)
+    ]
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:

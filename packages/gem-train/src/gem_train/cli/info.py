@@ -1,6 +1,8 @@
 """`gem report`, `gem recipes` and `gem doctor`."""
 
 import argparse
+import os
+from pathlib import Path
 
 from gem_train.cli.output import say
 from gem_train.cli.table import format_table
@@ -22,9 +24,14 @@ def run_report(args: argparse.Namespace) -> int:
     from gem_train.report import write_report
 
     directory = RunDirectory(args.run_dir)
-    if not (directory.path / "metrics.jsonl").is_file():
-        raise ConfigError(f"{directory.path} holds no metrics.jsonl; name the directory of a run")
-    say(str(write_report(directory.path)))
+    for path in (directory.path, *map(Path, args.compare)):
+        if not (path / "metrics.jsonl").is_file():
+            raise ConfigError(f"{path} holds no metrics.jsonl; name the directory of a run")
+    if not os.access(directory.path, os.W_OK):
+        raise ConfigError(
+            f"{directory.path} must be a directory to write report.html in; change its permissions, or copy the run"
+        )
+    say(str(write_report(directory.path, compare=args.compare)))
     return 0
 
 

@@ -148,8 +148,8 @@ def _add_train(commands: "Commands[argparse.ArgumentParser]") -> None:
     parser.add_argument(
         "--compare",
         metavar="RUN_DIR",
-        help="print another run's scores beside (default, below fp32: a finished fp32 run of the recipe on the same "
-        "data, in runs/RECIPE or beside --out; one of as many steps comes first)",
+        help="print another run's scores beside (default, below fp32: a finished fp32 run of the recipe with the same "
+        "data and settings, in runs/RECIPE or beside --out; one of as many steps comes first)",
     )
     parser.add_argument(
         "--set",
@@ -199,6 +199,9 @@ def _add_report(commands: "Commands[argparse.ArgumentParser]") -> None:
 
     parser = _command(commands, "report", "Write report.html of a run again, one self-contained page.")
     parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of the run")
+    parser.add_argument(
+        "--compare", metavar="RUN_DIR", action="append", default=[], help="set another run beside; may be repeated"
+    )
     parser.set_defaults(run=run_report)
 
 

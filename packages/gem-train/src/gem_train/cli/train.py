@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gem_train.checkpoint import Checkpointer
+from gem_train.cli.compare import compare_runs, default_out, final_scores, full_precision_run
 from gem_train.cli.output import complain, say
 from gem_train.cli.processes import INTERRUPTED, LAYOUT, describe_layout, layout_assignments, num_processes, start
-from gem_train.cli.table import compare_runs, final_scores, print_scores, trained_steps
+from gem_train.cli.table import print_scores
 from gem_train.data import Scoreboard
 from gem_train.doctor import versions
 from gem_train.errors import ConfigError
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
     recipe = recipes.get(args.recipe)
     given, flags = _assignments(args)
-    directory = RunDirectory(args.out or _default_out(recipe.name, args.precision))
+    directory = RunDirectory(args.out or default_out(recipe.name, args.precision))
     if not is_worker():
         directory.check(resume=args.resume, overwrite=args.overwrite)
         old = _old_record(directory, recipe) if args.resume else None
@@ -146,7 +147,7 @@ def _train(
                 run_log.write("config", values | _reference_values(reference))
             result = trainer.run(run_log)
     if world.is_first:
-        _conclude(args, recipe, directory, record, result, reference)
+        _conclude(args, recipe, directory, result, reference)
     return INTERRUPTED if result.reason == "interrupted" else 0
 
 
@@ -260,33 +261,6 @@ def _check_layout(parallel: "ParallelConfig", processes: int, num_experts: int, 
     parallel.dims(processes, num_experts=num_experts, trained=old is not None)
 
 
-def _default_out(recipe: str, precision: str | None) -> Path:
-    return Path("runs") / (recipe if precision in (None, "fp32") else f"{recipe}-{precision}")
-
-
-def _full_precision_run(directory: RunDirectory, record: RunRecord) -> Path | None:
-    """A finished fp32 run of the recipe, where it lies by default or beside this one, to judge low precision by.
-
-    The first of as many steps as this one, or else the first, whose other length is said with its scores.
-    """
-    if record.precision == "fp32":
-        return None
-    found: list[Path] = []
-    for path in (_default_out(record.recipe, None), *sorted(directory.path.parent.iterdir())):
-        other = RunDirectory(path)
-        if path.resolve() == directory.path.resolve() or not other.is_run():
-            continue
-        try:
-            theirs = other.read()
-            final_scores(path)
-        except ConfigError:  # a run that is not finished, or not one of ours
-            continue
-        if (theirs.recipe, theirs.precision, theirs.data) == (record.recipe, "fp32", record.data):
-            found.append(path)
-    steps = trained_steps(directory.path)
-    return next((path for path in found if trained_steps(path) == steps), found[0] if found else None)
-
-
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
 
@@ -338,7 +312,6 @@ def _conclude(
     args: argparse.Namespace,
     recipe: "Recipe",
     directory: RunDirectory,
-    record: RunRecord,
     result: TrainResult,
     reference: Scoreboard | str | None,
 ) -> None:
@@ -347,9 +320,9 @@ def _conclude(
         return
     if result.reason == "max_seconds":
         complain(f"stopped by trainer.max_seconds at step {result.step}")
-    report = write_report(directory.path)
+    other = Path(args.compare) if args.compare else full_precision_run(directory)
+    report = write_report(directory.path, compare=[other] if other is not None else [])
     print_scores(result.evaluations, reference, recipe.reference_task)
-    other = Path(args.compare) if args.compare else _full_precision_run(directory, record)
     if other is not None:
         compare_runs(directory.path, other)
     say(f"report: {report}")
