@@ -11,7 +11,16 @@ import pytest
 pytestmark = pytest.mark.compile
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-OPS = {"block_attention", "gdpa", "gdpa_norm_block", "jagged_attention", "mx", "norm_linear"}
+OPS = {
+    "block_attention",
+    "gdpa",
+    "gdpa_norm_block",
+    "jagged_attention",
+    "layer_norm_rows",
+    "mx",
+    "norm_linear",
+    "transpose_tokens",
+}
 
 
 @pytest.fixture(scope="module")
