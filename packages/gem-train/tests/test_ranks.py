@@ -6,17 +6,19 @@ One has less data, one stops training its model, one refuses its trainer, one do
 from __future__ import annotations
 
 import json
-import re
 import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from torch import nn
 
+from gem_train.cli import main
 from gem_train.data import EventSource, generate
 from gem_train.launch import WorkerError, run_workers
 from gem_train.metrics_log import read_metrics
+from gem_train.trainer import _modes
 
 BATCH, STEPS, LATE_STEP, LIMIT_S = 32, 3, 3, 2.0
 
@@ -56,6 +58,9 @@ EventSource.__iter__ = shorter
 code = train("uneven")
 (folder / f"uneven-{{rank}}.json").write_text(json.dumps([code, time.time()]))
 EventSource.__iter__ = read
+
+code = train("experts", "model.num_experts=3", "parallel.ep=2", "trainer.max_steps=2")
+(folder / f"experts-{{rank}}.json").write_text(json.dumps(code))
 
 forward, calls = RankingModel.forward, 0
 
@@ -131,14 +136,38 @@ def test_all_ranks_end_when_the_data_of_one_does(outcome: Outcome) -> None:
 @pytest.mark.dist
 def test_ranks_whose_models_train_and_evaluate_are_named(outcome: Outcome) -> None:
     said = (outcome.folder / "said.txt").read_text()
-    (line,) = [line for line in said.splitlines() if "modules in training mode" in line]
-    assert re.fullmatch(
-        r"gem: error: Trainer: `modules in training mode` must be equal on all ranks, got '(\d+) of \1' on rank 0, "
-        r"'0 of \1' on rank 1; set the same on every rank",
-        line,
-    )
+    assert (
+        "gem: error: Trainer: `modes of modules` must be equal on all ranks, got 'model training' on rank 0, "
+        "'model evaluation' on rank 1; set the same on every rank"
+    ) in said.splitlines()
     # Step 2 was the first that differed, and no step after it was made.
     assert [r["step"] for r in read_metrics(outcome.folder / "modes") if r["phase"] == "train"] == [1]
+
+
+def test_modes_are_told_by_the_modules_that_change_them() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Dropout(), nn.Linear(1, 1)), nn.Linear(1, 1))
+    modes = _modes(dict(model.named_modules()))
+    assert modes == "model training"
+    model[0].eval()
+    model[0][1].train()
+    assert _modes(dict(model.named_modules())) == "model training, 0 evaluation, 0.1 training"
+    model.training = False  # the container's own mode, as of frozen normalisation
+    assert _modes(dict(model.named_modules())) == "model evaluation, 0.1 training, 1 training"
+
+
+@pytest.mark.dist
+def test_ranks_with_unequal_numbers_of_experts_train_as_one_process(outcome: Outcome, tmp_path: Path) -> None:
+    """They have other numbers of modules, which is no difference of their modes."""
+    assert [json.loads((outcome.folder / f"experts-{rank}.json").read_text()) for rank in range(2)] == [0, 0]
+    sets = [f"data.global_batch_size={BATCH}", "data.max_history=8", "data.eval_batch_size=4096",
+            "trainer.log_interval=1", "model.num_experts=3"]  # fmt: skip
+    flags = [flag for text in sets for flag in ("--set", text)]
+    assert main(["train", "synthetic", "--device", "cpu", "--out", str(tmp_path / "one"), "--steps", "2", *flags]) == 0
+    losses = [
+        [r["loss"] for r in read_metrics(path) if r["phase"] == "train"]
+        for path in (outcome.folder / "experts", tmp_path / "one")
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 @pytest.mark.dist

@@ -137,6 +137,8 @@ class Trainer:
         self._recorded_step = 0
         self._rates: list[float] = []
         """Samples per second of each training record of this process."""
+        self._compared: dict[str, nn.Module] = {}
+        """Modules that all ranks have, whose modes they compare: the experts of one are not those of another."""
         self._window = Window(tasks, self._world)
         self._optimizer = build_adamw(model, config)
         self._train_step = TrainStep(
@@ -176,6 +178,9 @@ class Trainer:
                 **{field.name: getattr(self.config, field.name) for field in fields(self.config)},
             },
         )
+        modules = dict(self.model.named_modules())
+        on_all = set(modules).intersection(*self._world.gather(list(modules)))
+        self._compared = {name: module for name, module in modules.items() if name in on_all}
         self._log = log
         with self._watch() as watch:
             return self._run(watch, time.monotonic())
@@ -332,11 +337,10 @@ class Trainer:
 
     def _alike(self) -> dict[str, object]:
         """What would train other weights on every rank, without an error, if it differed."""
-        modules = list(self.model.modules())
         return {
             "learning_rate of the dense optimizer": [float(group["lr"]) for group in self._optimizer.param_groups],
             "learning_rate of the embeddings": getattr(self.embeddings, "learning_rate", None),
-            "modules in training mode": f"{sum(module.training for module in modules)} of {len(modules)}",
+            "modes of modules": _modes(self._compared),
         }
 
     def _pause(self) -> None:
@@ -456,6 +460,13 @@ class Trainer:
             "source": self._source_state,
             "window": self._window.merged_account(),
         }
+
+
+def _modes(modules: Mapping[str, nn.Module]) -> str:
+    """The mode of the model, and of each module that is in another than the one that holds it."""
+    training = {name: module.training for name, module in modules.items()}
+    changes = [name for name in training if not name or training[name] != training[name.rpartition(".")[0]]]
+    return ", ".join(f"{name or 'model'} {'training' if training[name] else 'evaluation'}" for name in changes)
 
 
 def _due(step: int, interval: int) -> bool:
