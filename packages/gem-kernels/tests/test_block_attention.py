@@ -66,7 +66,6 @@ CASES = [
     Case(id="outlier", lengths=(2, 0, 330, 0, 0, 5)),
     Case(id="empty-ends", lengths=(0, 0, 64, 0, 64, 0)),
     Case(id="scale", lengths=(70, 3), scale=0.7),
-    Case(id="negative-scale", lengths=(70, 3), scale=-0.3),
     Case(id="grouped", lengths=(65, 0, 20), num_heads=6, num_heads_kv=2),
     Case(id="one-key-head", lengths=(65, 0, 20), num_heads=4, num_heads_kv=1, head_dim=32, head_dim_v=16),
     Case(id="odd-dims", lengths=(65, 20), head_dim=24, head_dim_v=40),

@@ -14,7 +14,7 @@ from torch import Tensor
 from gem_kernels._src.autocast import autocast_operands
 from gem_kernels._src.block_attention.check import NAME, check_inputs, check_rotary
 from gem_kernels._src.block_attention.op import block_attention_op
-from gem_kernels._src.validate import check_scalar
+from gem_kernels._src.validate import check_bool, check_scale
 
 __all__ = ["block_attention"]
 
@@ -45,7 +45,7 @@ def block_attention(
         max_seqlen: Longest sequence in tokens; an upper bound is allowed. A Python int, so that nothing waits for the
             device.
         block_size: Tokens of a block: 32, 64 or 128.
-        scale: Factor on the scores; default ``D ** -0.5``.
+        scale: Factor on the scores, > 0; default ``D ** -0.5``.
         rotary: (T, D) table [sin (D / 2) | cos (D / 2)] of the angles of every row, float32 or in the dtype of q. The
             channels (2 i, 2 i + 1) = (a, b) of each head of q, k and v become (a cos_i - b sin_i, b cos_i + a sin_i)
             before the attention, in the same kernel. A table, so that angles may come from positions or from time
@@ -69,5 +69,6 @@ def block_attention(
     check_inputs(q, k, v, offsets, max_seqlen, block_size)
     check_rotary(rotary, q, v)
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    check_scalar(NAME, "scale", scale)
+    check_scale(NAME, scale)
+    check_bool(NAME, validate=validate)
     return block_attention_op(q, k, v, offsets, max_seqlen, block_size, float(scale), validate, rotary)

@@ -19,7 +19,7 @@ from gem_kernels._src.autocast import autocast_operands
 from gem_kernels._src.gdpa.activation import Activation, activation_name
 from gem_kernels._src.gdpa.names import ACTIVATION_NAMES
 from gem_kernels._src.gdpa.op import gdpa_op
-from gem_kernels._src.validate import check_attention, check_scalar, check_targets, check_window
+from gem_kernels._src.validate import check_attention, check_bool, check_scalar, check_targets, check_window
 
 __all__ = ["ACTIVATIONS", "Activation", "gdpa"]
 
@@ -103,6 +103,7 @@ def gdpa(
     check_attention("gdpa", q, k, v, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, request_index=request_index)
     if num_targets is not None:
         check_targets("gdpa", num_targets, q, k, offsets_q, request_index)
+    check_bool("gdpa", causal=causal, validate=validate)
     check_window("gdpa", window_size)
     check_scalar("gdpa", "pre_scale", pre_scale)
     check_scalar("gdpa", "post_scale", post_scale)

@@ -14,7 +14,7 @@ from torch import Tensor
 from gem_kernels._src.autocast import autocast_operands
 from gem_kernels._src.gdpa.names import ACTIVATION_NAMES
 from gem_kernels._src.gdpa_norm_block.op import NAME, gdpa_norm_block_op
-from gem_kernels._src.validate import check_attention, check_same, check_scalar
+from gem_kernels._src.validate import check_attention, check_bool, check_same, check_scalar, check_tensor
 
 __all__ = ["gdpa_norm_block"]
 
@@ -79,6 +79,11 @@ def gdpa_norm_block(
     inputs and three numbers per row; the backward runs the layer norm and the attention again. Both give the same bits
     on every run. Under autocast all floating point tensors are cast to the autocast dtype.
     """
+    if offsets_q is None:
+        raise TypeError(
+            f"{NAME}: `offsets_q` must be a Tensor of shape (B + 1,), got None: shared seeds have no residual "
+            "rows of their own; repeat them for each sequence, or use gdpa and compute the norms around it."
+        )
     q, k, v = autocast_operands(q, k, v)
     check_attention(NAME, q, k, v, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k)
     if v.shape[2] != q.shape[2]:
@@ -91,12 +96,14 @@ def gdpa_norm_block(
             continue
         if not isinstance(x, Tensor):
             raise TypeError(f"{NAME}: `{name}` must be a Tensor or None, got {type(x).__name__}.")
+        check_tensor(NAME, name, x)
         (parameters[name],) = (x,) = autocast_operands(x)
         if x.dim() != 1 or x.shape[0] != q.shape[1] * q.shape[2]:
             raise ValueError(
                 f"{NAME}: `{name}` must have shape (H * D,) = ({q.shape[1] * q.shape[2]},), got {tuple(x.shape)}."
             )
         check_same(NAME, {"q": q, name: x})
+    check_bool(NAME, query_residual=query_residual, residual=residual, validate=validate)
     for name, value in (("pre_scale", pre_scale), ("post_scale", post_scale), ("eps", eps)):
         check_scalar(NAME, name, value)
     if eps < 0:

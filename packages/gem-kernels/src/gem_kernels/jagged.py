@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from gem_kernels._src.jagged.index import (
+    check_fill,
     check_jagged,
     check_jagged_values,
     check_on_cpu,
+    check_pair,
     check_size,
     gather_rows,
     scatter_rows,
@@ -96,6 +98,7 @@ def jagged_to_padded(values: Tensor, offsets: Tensor, max_seqlen: int, fill: flo
     op = "jagged_to_padded"
     check_jagged(op, "values", values, "offsets", offsets)
     check_size(op, "max_seqlen", max_seqlen)
+    check_fill(op, fill, values)
     num_sequences = offsets.shape[0] - 1
     sequence, position = sequence_and_position(offsets, values.shape[0])
     num_rows = num_sequences * max_seqlen
@@ -154,6 +157,8 @@ def jagged_concat(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[T
             to the number of rows.
     """
     op = "jagged_concat"
+    check_pair(op, "a", a)
+    check_pair(op, "b", b)
     (values_a, offsets_a), (values_b, offsets_b) = a, b
     check_jagged(op, "values of a", values_a, "offsets of a", offsets_a)
     check_jagged(op, "values of b", values_b, "offsets of b", offsets_b)

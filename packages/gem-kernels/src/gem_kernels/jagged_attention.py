@@ -15,7 +15,7 @@ from gem_kernels._src.attention.window import normalize_window
 from gem_kernels._src.autocast import autocast_operands
 from gem_kernels._src.jagged_attention.bias import check_bias
 from gem_kernels._src.jagged_attention.op import jagged_attention_op
-from gem_kernels._src.validate import check_attention, check_scale, check_window
+from gem_kernels._src.validate import check_attention, check_bool, check_scale, check_window
 
 __all__ = ["jagged_attention"]
 
@@ -102,6 +102,7 @@ def jagged_attention(
     check_attention(
         "jagged_attention", q, k, v, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, request_index=request_index
     )
+    check_bool("jagged_attention", causal=causal, return_lse=return_lse, validate=validate)
     check_window("jagged_attention", window_size)
     scale = q.shape[2] ** -0.5 if scale is None else scale
     check_scale("jagged_attention", scale)

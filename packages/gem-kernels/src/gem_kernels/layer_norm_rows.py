@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from gem_kernels._src.layer_norm_rows.op import layer_norm_rows_backward_op, layer_norm_rows_op
-from gem_kernels._src.validate import check_same, check_scalar
+from gem_kernels._src.validate import check_float, check_same, check_scalar, check_tensor
 
 __all__ = ["layer_norm_rows", "layer_norm_rows_backward"]
 
@@ -25,8 +25,8 @@ def layer_norm_rows(x: Tensor, *, eps: float = 1e-5) -> tuple[Tensor, Tensor, Te
     """Layer norm of every row, and what its backward needs. Not differentiable by itself.
 
     Args:
-        x: (M, N). float16, bfloat16 or float32 with N <= 16384 on CUDA; any float on CPU. Rows that are not contiguous
-            are copied.
+        x: (M, N). float16, bfloat16 or float32 with N <= 16384 on CUDA; float64 too on CPU. Rows that are not
+            contiguous are copied.
         eps: Added to the variance.
 
     Returns:
@@ -35,6 +35,7 @@ def layer_norm_rows(x: Tensor, *, eps: float = 1e-5) -> tuple[Tensor, Tensor, Te
 
     Raises:
         ValueError: on another number of dims, too many features, or a negative ``eps``.
+        TypeError: on a dtype or argument type that does not fit.
     """
     _check_rows("layer_norm_rows", x)
     check_scalar("layer_norm_rows", "eps", eps)
@@ -60,17 +61,21 @@ def layer_norm_rows_backward(
 
     Raises:
         ValueError: on no gradient or more than four, or on a shape or device that does not fit.
-        TypeError: on a dtype that does not fit.
+        TypeError: on a dtype or argument type that does not fit.
 
     Numerics: sums in float32 (float64 for float64), one rounding at the end; the same bits on every run.
     """
     op = "layer_norm_rows_backward"
     _check_rows(op, x)
+    if not isinstance(grads, Sequence):
+        raise TypeError(f"{op}: `grads` must be a sequence of tensors, got {type(grads).__name__}; put it in a list.")
     if not 1 <= len(grads) <= MAX_READERS:
         raise ValueError(f"{op}: `grads` must hold 1 to {MAX_READERS} tensors, got {len(grads)}; add some first.")
     given = {f"grads[{index}]": grad for index, grad in enumerate(grads)}
     if direct is not None:
         given["direct"] = direct
+    for name, tensor in {**given, "mean": mean, "rstd": rstd}.items():
+        check_tensor(op, name, tensor)
     check_same(op, {"x": x, **given})
     for name, grad in given.items():
         if grad.shape != x.shape:
@@ -82,5 +87,7 @@ def layer_norm_rows_backward(
 
 
 def _check_rows(op: str, x: Tensor) -> None:
+    check_tensor(op, "x", x)
+    check_float(op, "x", x)
     if x.dim() != 2:
         raise ValueError(f"{op}: `x` must have shape (M, N), got {tuple(x.shape)}; flatten it.")

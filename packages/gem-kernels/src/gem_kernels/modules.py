@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from gem_kernels._src.block_attention.check import check_block_size
 from gem_kernels._src.gdpa.activation import Activation, activation_name
-from gem_kernels._src.jagged_attention.bias import BUCKETS_PER_OCTAVE
-from gem_kernels._src.validate import check_scalar, check_scale, check_window
+from gem_kernels._src.jagged_attention.bias import check_buckets_per_octave
+from gem_kernels._src.validate import check_bool, check_scalar, check_scale, check_window
 from gem_kernels.block_attention import block_attention
 from gem_kernels.gdpa import gdpa
 from gem_kernels.gdpa_norm_block import gdpa_norm_block
@@ -25,7 +25,7 @@ class JaggedAttention(nn.Module):
     """:func:`gem_kernels.jagged_attention` with its options fixed.
 
     Args:
-        scale: Factor on the scores; default ``D ** -0.5``.
+        scale: Factor on the scores, > 0; default ``D ** -0.5``.
         causal: Keep only keys j <= i.
         window_size: (left, right) in tokens, -1 = unbounded.
         time_buckets_per_octave: Buckets each time the gap doubles, 1, 2, 4 or 8, of a ``time_bias`` given at the call.
@@ -41,12 +41,9 @@ class JaggedAttention(nn.Module):
         super().__init__()
         if scale is not None:
             check_scale("JaggedAttention", scale)
+        check_bool("JaggedAttention", causal=causal)
         check_window("JaggedAttention", window_size)
-        if isinstance(time_buckets_per_octave, bool) or time_buckets_per_octave not in BUCKETS_PER_OCTAVE:
-            raise ValueError(
-                f"JaggedAttention: `time_buckets_per_octave` must be 1, 2, 4 or 8, got {time_buckets_per_octave!r}; "
-                "other divisions of an octave have no exact buckets."
-            )
+        check_buckets_per_octave("JaggedAttention", time_buckets_per_octave)
         self.scale = scale
         self.causal = causal
         self.window_size = window_size
@@ -124,6 +121,7 @@ class GDPA(nn.Module):
         super().__init__()
         check_scalar("GDPA", "pre_scale", pre_scale)
         check_scalar("GDPA", "post_scale", post_scale)
+        check_bool("GDPA", causal=causal)
         check_window("GDPA", window_size)
         self.activation = activation_name("GDPA", activation)
         self.pre_scale = pre_scale
@@ -162,6 +160,7 @@ class GDPA(nn.Module):
         Raises:
             ValueError: if ``norm_block`` is asked for with a mask, seeds, targets or requests, or as the function.
         """
+        check_bool(type(self).__name__, norm_block=norm_block)
         if norm_block:
             if not self.has_norm_block or offsets_q is None or num_targets is not None or request_index is not None:
                 raise ValueError(
@@ -210,14 +209,14 @@ class BlockAttention(nn.Module):
 
     Args:
         block_size: Tokens of a block: 32, 64 or 128.
-        scale: Factor on the scores; default ``D ** -0.5``.
+        scale: Factor on the scores, > 0; default ``D ** -0.5``.
     """
 
     def __init__(self, block_size: int = 64, scale: float | None = None) -> None:
         super().__init__()
         check_block_size("BlockAttention", block_size)
         if scale is not None:
-            check_scalar("BlockAttention", "scale", scale)
+            check_scale("BlockAttention", scale)
         self.block_size = block_size
         self.scale = scale
 

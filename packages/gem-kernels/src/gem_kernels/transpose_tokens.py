@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from gem_kernels._src.transpose_tokens.op import transpose_tokens_op
+from gem_kernels._src.validate import check_tensor
 
 __all__ = ["transpose_tokens"]
 
@@ -22,8 +23,10 @@ def transpose_tokens(x: Tensor) -> Tensor:
         (B, N, M), contiguous, the same bits.
 
     Raises:
+        TypeError: if x is no dense tensor.
         ValueError: if x does not have three dims.
     """
+    check_tensor("transpose_tokens", "x", x)
     if x.dim() != 3:
         raise ValueError(f"transpose_tokens: `x` must have shape (B, M, N), got {tuple(x.shape)}; add or flatten dims.")
     out: Tensor = transpose_tokens_op(x)

@@ -3,22 +3,49 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _FLOAT_DTYPES_CUDA = (torch.float16, torch.bfloat16, torch.float32)
+_FLOAT_DTYPES = (*_FLOAT_DTYPES_CUDA, torch.float64)
 _OFFSET_DTYPES = (torch.int32, torch.int64)
 
 
-def check_values(op: str, name: str, x: Tensor) -> None:
-    """Raise unless ``x`` is a packed (T, H, D) float tensor that the kernels of its device can read."""
+def check_bool(op: str, **flags: Any) -> None:
+    """Raise unless every flag is a bool: of other values the truth is easily not the one that was meant."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{op}: `{name}` must be a bool, got {type(value).__name__}; pass True or False.")
+
+
+def check_dense(op: str, name: str, x: Any) -> None:
+    """Raise unless ``x`` is a tensor with rows in memory."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{op}: `{name}` must be a Tensor, got {type(x).__name__}; convert it with torch.as_tensor.")
-    if x.dim() != 3:
-        raise ValueError(
-            f"{op}: `{name}` must have shape (T, H, D), got {tuple(x.shape)}; pack the sequences along dim 0 first."
+    if x.is_nested or x.layout != torch.strided:
+        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        raise TypeError(
+            f"{op}: `{name}` must be a dense Tensor, got a {kind} one; pass its packed rows, `values()` of a nested "
+            "tensor in the jagged layout, and its offsets."
         )
+
+
+def check_tensor(op: str, name: str, x: Any) -> None:
+    """Raise unless ``x`` is dense and has no forward-mode tangent, which an op would take for zero."""
+    check_dense(op, name, x)
+    # Nearly always outside of forward-mode AD; this one number says so without an op for every tensor.
+    if getattr(forward_ad, "_current_level", 0) >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        raise NotImplementedError(
+            f"{op}: `{name}` must have no tangent of forward-mode AD (torch.func.jvp, jacfwd, forward_ad), as {op} has "
+            "a backward formula only, got one; use torch.autograd.grad, or detach the tensor."
+        )
+
+
+def check_float(op: str, name: str, x: Tensor) -> None:
+    """Raise unless ``x`` has a floating point dtype that the kernels of its device read."""
     if not x.dtype.is_floating_point:
         raise TypeError(f"{op}: `{name}` must be a floating point tensor, got {x.dtype}; cast it first.")
     if x.device.type == "cuda" and x.dtype not in _FLOAT_DTYPES_CUDA:
@@ -26,6 +53,18 @@ def check_values(op: str, name: str, x: Tensor) -> None:
             f"{op}: `{name}` must be float16, bfloat16 or float32 on CUDA, got {x.dtype}; "
             "cast it or move it to the CPU."
         )
+    if x.dtype not in _FLOAT_DTYPES:
+        raise TypeError(f"{op}: `{name}` must be float16, bfloat16, float32 or float64, got {x.dtype}; cast it first.")
+
+
+def check_values(op: str, name: str, x: Tensor) -> None:
+    """Raise unless ``x`` is a packed (T, H, D) float tensor that the kernels of its device can read."""
+    check_tensor(op, name, x)
+    if x.dim() != 3:
+        raise ValueError(
+            f"{op}: `{name}` must have shape (T, H, D), got {tuple(x.shape)}; pack the sequences along dim 0 first."
+        )
+    check_float(op, name, x)
     if x.shape[1] == 0 or x.shape[2] == 0:
         raise ValueError(
             f"{op}: `{name}` must have at least one head and one channel, got {tuple(x.shape)}; "
@@ -40,6 +79,7 @@ def check_offsets(op: str, name: str, offsets: Tensor, like: Tensor) -> None:
             f"{op}: `{name}` must be a Tensor of shape (B + 1,), got {type(offsets).__name__}; "
             "make it with lengths_to_offsets of the lengths."
         )
+    check_tensor(op, name, offsets)
     if offsets.dim() != 1 or offsets.shape[0] < 1:
         raise ValueError(
             f"{op}: `{name}` must have shape (B + 1,) with B >= 0, got {tuple(offsets.shape)}; "
@@ -67,13 +107,15 @@ def check_same(op: str, tensors: dict[str, Tensor]) -> None:
             )
 
 
+def check_int(op: str, name: str, value: Any, remedy: str = "pass int(x)") -> None:
+    """Raise unless ``value`` is a Python int; numpy's are not, a tensor would need a device sync."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{op}: `{name}` must be a Python int, got {type(value).__name__}; {remedy}.")
+
+
 def check_max_seqlen(op: str, name: str, max_seqlen: int) -> None:
     """Raise unless ``max_seqlen`` is a non-negative int (a Python int: a tensor would need a device sync)."""
-    if isinstance(max_seqlen, (bool, float, Tensor)) or not isinstance(max_seqlen, (int, torch.SymInt)):
-        raise TypeError(
-            f"{op}: `{name}` must be a Python int, got {type(max_seqlen).__name__}; "
-            "keep the longest length on the host, or an upper bound of it."
-        )
+    check_int(op, name, max_seqlen, "keep the longest length on the host, or an upper bound of it, and pass int(x)")
     if max_seqlen < 0:
         raise ValueError(f"{op}: `{name}` must be >= 0 tokens, got {max_seqlen}; pass the longest length or more.")
 
@@ -125,6 +167,7 @@ def check_index(op: str, name: str, index: Tensor, shape: str, count: int | None
             f"{op}: `{name}` must be a Tensor of shape {shape}, got {type(index).__name__}; "
             "convert it with torch.as_tensor."
         )
+    check_tensor(op, name, index)
     if index.dim() != 1 or (count is not None and index.shape[0] != count):
         expected = shape if count is None else f"{shape} = ({count},)"
         raise ValueError(
@@ -240,7 +283,9 @@ def check_window(op: str, window_size: tuple[int, int]) -> None:
 def check_scalar(op: str, name: str, value: float) -> None:
     """Raise unless ``value`` is a finite Python number; a tensor would need a device sync."""
     if isinstance(value, (bool, Tensor)) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"{op}: `{name}` must be a Python float, got {type(value).__name__}; keep it on the host.")
+        raise TypeError(
+            f"{op}: `{name}` must be a Python float, got {type(value).__name__}; keep it on the host and pass float(x)."
+        )
     # Not math.isfinite, which torch.compile cannot trace.
     if value != value or value in (math.inf, -math.inf):
         raise ValueError(f"{op}: `{name}` must be finite, got {value}; pass a finite number.")

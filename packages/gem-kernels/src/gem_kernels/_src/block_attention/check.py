@@ -8,10 +8,12 @@ from torch import Tensor
 from gem_kernels._src.block_attention.configs import BLOCK_SIZES
 from gem_kernels._src.validate import (
     check_capacity,
+    check_int,
     check_max_seqlen,
     check_offset_values,
     check_offsets,
     check_same,
+    check_tensor,
     check_values,
 )
 
@@ -20,8 +22,7 @@ NAME = "block_attention"
 
 def check_block_size(op: str, block_size: int) -> None:
     """Raise unless ``block_size`` is one that the kernels are built for."""
-    if isinstance(block_size, bool) or not isinstance(block_size, int):
-        raise TypeError(f"{op}: `block_size` must be a Python int, got {type(block_size).__name__}.")
+    check_int(op, "block_size", block_size)
     if block_size not in BLOCK_SIZES:
         raise ValueError(f"{op}: `block_size` must be one of {', '.join(map(str, BLOCK_SIZES))}, got {block_size}.")
 
@@ -57,6 +58,7 @@ def check_rotary(rotary: Tensor | None, q: Tensor, v: Tensor) -> None:
         return
     if not isinstance(rotary, Tensor):
         raise TypeError(f"{NAME}: `rotary` must be a Tensor or None, got {type(rotary).__name__}.")
+    check_tensor(NAME, "rotary", rotary)
     dim = q.shape[2]
     if dim % 2 != 0:
         raise ValueError(f"{NAME}: `rotary` rotates pairs of channels: the head dim of `q` must be even, got {dim}.")

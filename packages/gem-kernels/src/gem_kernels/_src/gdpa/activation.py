@@ -92,7 +92,7 @@ def activation_name(op: str, activation: str | Activation) -> str:
     """The name that the op takes; raises on one that is neither built in nor registered."""
     if isinstance(activation, Activation):
         return activation.name
-    if activation not in ACTIVATION_NAMES and activation not in _registered:
+    if not isinstance(activation, str) or (activation not in ACTIVATION_NAMES and activation not in _registered):
         raise ValueError(
             f"{op}: `activation` must be one of {', '.join(ACTIVATION_NAMES)} or an Activation, got {activation!r}; "
             "name one of them, or make an Activation of your own."

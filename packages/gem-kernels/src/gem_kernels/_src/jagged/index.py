@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gem_kernels._src.validate import check_max_seqlen, check_offset_values, check_offsets
+from gem_kernels._src.validate import check_dense, check_int, check_offset_values, check_offsets
 
 
 def check_jagged(op: str, name: str, values: Tensor, offsets_name: str, offsets: Tensor) -> None:
@@ -17,8 +17,7 @@ def check_jagged(op: str, name: str, values: Tensor, offsets_name: str, offsets:
 
 def check_jagged_values(op: str, name: str, values: Tensor) -> None:
     """Raise unless ``values`` is a tensor with at least one dim."""
-    if not isinstance(values, Tensor):
-        raise TypeError(f"{op}: `{name}` must be a Tensor, got {type(values).__name__}.")
+    check_dense(op, name, values)
     if values.dim() < 1:
         raise ValueError(f"{op}: `{name}` must have shape (T, ...), got (); pack the rows along dim 0 first.")
 
@@ -32,7 +31,27 @@ def check_on_cpu(op: str, name: str, offsets: Tensor, total: int) -> None:
 
 def check_size(op: str, name: str, size: int) -> None:
     """Raise unless ``size`` is an int >= 0."""
-    check_max_seqlen(op, name, size)
+    check_int(op, name, size)
+    if size < 0:
+        raise ValueError(f"{op}: `{name}` must be >= 0 tokens, got {size}.")
+
+
+def check_fill(op: str, fill: float, values: Tensor) -> None:
+    """Raise unless ``fill`` is a number that the dtype of ``values`` holds; infinities are for floats."""
+    if not isinstance(fill, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{op}: `fill` must be a Python number, got {type(fill).__name__}; pass float(x).")
+    if not (values.dtype.is_floating_point or values.dtype.is_complex) and fill % 1 != 0:
+        raise ValueError(
+            f"{op}: `fill` must be an integer for `values` in {values.dtype}, got {fill}; it would be cut off."
+        )
+
+
+def check_pair(op: str, name: str, pair: tuple[Tensor, Tensor]) -> None:
+    """Raise unless ``pair`` is ``(values, offsets)``."""
+    # A tensor could be unpacked, too: into its rows.
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        got = f"{len(pair)} entries" if isinstance(pair, (tuple, list)) else type(pair).__name__
+        raise TypeError(f"{op}: `{name}` must be a pair (values, offsets), got {got}; pass both as a tuple.")
 
 
 def sequence_and_position(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:

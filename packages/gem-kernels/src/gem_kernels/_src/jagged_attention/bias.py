@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gem_kernels._src.attention.pairing import Pairing, pair_sequences
+from gem_kernels._src.validate import check_float, check_tensor
 
 TIME_DTYPES = (torch.int32, torch.int64, torch.float32, torch.float64)
 BUCKETS_PER_OCTAVE = (1, 2, 4, 8)
@@ -101,13 +102,13 @@ def time_buckets(times_q: Tensor, times_k: Tensor, buckets_per_octave: int, num_
 def _check_table(op: str, name: str, table: Tensor, q: Tensor, columns: str) -> None:
     if not isinstance(table, Tensor):
         raise TypeError(f"{op}: `{name}` must be a Tensor of shape (H, {columns}), got {type(table).__name__}.")
+    check_tensor(op, name, table)
     if table.dim() != 2 or table.shape[0] != q.shape[1] or table.shape[1] == 0:
         raise ValueError(
             f"{op}: `{name}` must have shape (H, {columns}) with one row for each of the {q.shape[1]} heads of `q`, "
             f"got {tuple(table.shape)}."
         )
-    if not table.dtype.is_floating_point:
-        raise TypeError(f"{op}: `{name}` must be a floating point tensor, got {table.dtype}; cast it first.")
+    check_float(op, name, table)
     if table.device != q.device:
         raise ValueError(f"{op}: `{name}` must be on the device of `q`, {q.device}, got {table.device}; move it there.")
 
@@ -115,6 +116,7 @@ def _check_table(op: str, name: str, table: Tensor, q: Tensor, columns: str) -> 
 def _check_times(op: str, name: str, times: Tensor, num_rows: int, like: Tensor, of: str) -> None:
     if not isinstance(times, Tensor):
         raise TypeError(f"{op}: `{name}` must be a Tensor of seconds per row of {of}, got {type(times).__name__}.")
+    check_tensor(op, name, times)
     if times.dim() != 1 or times.shape[0] != num_rows:
         raise ValueError(
             f"{op}: `{name}` must have shape ({num_rows},), one time per row of {of}, got {tuple(times.shape)}."
@@ -126,6 +128,16 @@ def _check_times(op: str, name: str, times: Tensor, num_rows: int, like: Tensor,
     if times.device != like.device:
         raise ValueError(
             f"{op}: `{name}` must be on the device of {of}, {like.device}, got {times.device}; move it there."
+        )
+
+
+def check_buckets_per_octave(op: str, time_buckets_per_octave: int) -> None:
+    """Raise unless the bucket borders are exact with so many buckets."""
+    # A float may equal one of them, and the op would not take it.
+    if type(time_buckets_per_octave) is not int or time_buckets_per_octave not in BUCKETS_PER_OCTAVE:
+        raise ValueError(
+            f"{op}: `time_buckets_per_octave` must be 1, 2, 4 or 8, an int, got {time_buckets_per_octave!r}; "
+            "other divisions of an octave have no exact buckets."
         )
 
 
@@ -148,11 +160,7 @@ def check_bias(
                 f"{op}: `position_bias` must have an odd number of columns, 2 * P + 1 for distances -P to P, "
                 f"got {position_bias.shape[1]}."
             )
-    if isinstance(time_buckets_per_octave, bool) or time_buckets_per_octave not in BUCKETS_PER_OCTAVE:
-        raise ValueError(
-            f"{op}: `time_buckets_per_octave` must be 1, 2, 4 or 8, got {time_buckets_per_octave!r}; "
-            "other divisions of an octave have no exact buckets."
-        )
+    check_buckets_per_octave(op, time_buckets_per_octave)
     if time_bias is None:
         for name, times in (("times_q", times_q), ("times_k", times_k)):
             if times is not None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gem_kernels._src.validate import check_tensor
+
 BLOCK_SHAPES = ((1, 32), (32, 1), (32, 32))
 SCALE_MODES = ("rceil", "floor")
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -60,8 +62,7 @@ def block_grid(rows: int, cols: int, block_shape: tuple[int, int]) -> tuple[int,
 
 def check_matrix(op: str, name: str, x: Tensor) -> None:
     """Raise unless ``x`` is a two-dimensional tensor."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{op}: `{name}` must be a Tensor, got {type(x).__name__}.")
+    check_tensor(op, name, x)
     if x.dim() != 2:
         raise ValueError(
             f"{op}: `{name}` must have shape (M, K), got {tuple(x.shape)}; reshape it so that the blocks lie where "
@@ -86,7 +87,7 @@ def check_block_shape(op: str, block_shape: tuple[int, int]) -> tuple[int, int]:
     shape = tuple(block_shape)
     if shape not in BLOCK_SHAPES:
         raise ValueError(f"{op}: `block_shape` must be one of (1, 32), (32, 1) and (32, 32), got {shape}.")
-    return shape
+    return BLOCK_SHAPES[BLOCK_SHAPES.index(shape)]
 
 
 def check_element(op: str, elem_dtype: torch.dtype) -> None:

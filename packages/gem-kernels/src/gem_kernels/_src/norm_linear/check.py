@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from gem_kernels._src.validate import check_same, check_scalar
-
-_CUDA_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+from gem_kernels._src.validate import check_float, check_same, check_scalar, check_tensor
 
 
 def check_linear(
@@ -23,16 +20,10 @@ def check_linear(
     per_input = per_input or {}
     given = {"x": x, "weight": weight} | {name: v for name, v in (per_output | per_input).items() if v is not None}
     for name, tensor in given.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{op}: `{name}` must be a Tensor, got {type(tensor).__name__}.")
+        check_tensor(op, name, tensor)
     if x.dim() < 1 or x.shape[-1] == 0:
         raise ValueError(f"{op}: `x` must have shape (..., K) with K >= 1, got {tuple(x.shape)}.")
-    if not x.dtype.is_floating_point:
-        raise TypeError(f"{op}: `x` must be a floating point tensor, got {x.dtype}; cast it first.")
-    if x.device.type == "cuda" and x.dtype not in _CUDA_DTYPES:
-        raise TypeError(
-            f"{op}: `x` must be float16, bfloat16 or float32 on CUDA, got {x.dtype}; cast it or move it to the CPU."
-        )
+    check_float(op, "x", x)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] == 0:
         raise ValueError(
             f"{op}: `weight` must have shape (N, K) = (N, {x.shape[-1]}) with N >= 1, got {tuple(weight.shape)}."
