@@ -427,6 +427,21 @@ def test_refusals(make, error, text):
         make()
 
 
+def test_more_gpus_than_a_plan_is_made_for_are_refused_at_once():
+    model = ModelDescription(name="m", units=(DenseUnit(name="u", shapes=((4, 4),)),), tables=())
+    topology = Topology(hosts_per_zone=2, zones=10**8)
+    workload = Workload(samples_per_rank=1)
+    text = "`topology` must have at most 65,536 GPUs, got 1,600,000,000; plan a smaller cluster"
+    with pytest.raises(ValueError, match=text):
+        explain(model, topology, ParallelDims.for_world(topology.num_gpus), workload)
+    with pytest.raises(ValueError, match=text):
+        sweep(model, topology, workload)
+    with pytest.raises(ValueError, match=r"`samples_per_rank` must be at most 2,147,483,646, got 1,000,000,000,000"):
+        Workload(samples_per_rank=10**12)
+    with pytest.raises(ValueError, match="positive multiple of dp_replicate"):
+        ParallelDims.for_world(10**12, dp_replicate=7)
+
+
 def test_repeated_names_are_refused():
     unit = DenseUnit(name="u", shapes=((2,),))
     with pytest.raises(ValueError, match=r"names in `units` must be unique, got \['u'\] twice"):

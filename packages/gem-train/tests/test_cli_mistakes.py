@@ -36,12 +36,8 @@ WRONG = [
         ("--set", "trainer.keep_last=x"),
         "trainer.keep_last=x: `keep_last` must be a whole number, got 'x'",
     ),
-    Wrong(
-        "out of range", ("--set", "trainer.beta2=2"), "--set trainer.beta2=2: TrainerConfig: `beta2` must lie in [0, 1"
-    ),
-    Wrong(
-        "flag out of range", ("--seed", "-1"), "--seed -1: TrainerConfig: `seed` must be >= 0, got -1; the recipe has 0"
-    ),
+    Wrong("out of range", ("--set", "trainer.beta2=2"), "--set trainer.beta2=2: `beta2` must lie in [0, 1"),
+    Wrong("flag out of range", ("--seed", "-1"), "--seed -1: `seed` must be >= 0, got -1; the recipe has 0"),
     Wrong(
         "width", ("--set", "model.embedding_dim=6"), "`embedding_dim` must be a multiple of 4 from 4 to 1024, as the"
     ),
@@ -52,13 +48,9 @@ WRONG = [
         ("--set", "model.sequences.0.window=2", "--set", "model.sequences.history.window=3"),
         "--set model.sequences.0.window=2 and --set model.sequences.history.window=3 are the same setting; give one",
     ),
-    Wrong(
-        "before the data", ("train", "ml-latest-small", "--steps", "-1"), "--steps -1: TrainerConfig: `max_steps` must"
-    ),
-    Wrong(
-        "plan", ("plan", "explain", "ml-latest-small", "--set", "data.max_history=0"), "DataConfig: `max_history` must"
-    ),
-    Wrong("model", ("--set", "model.num_layers=3"), "--set model.num_layers=3: RankingConfig: `self_attention`"),
+    Wrong("before the data", ("train", "ml-latest-small", "--steps", "-1"), "--steps -1: `max_steps` must"),
+    Wrong("plan", ("plan", "explain", "ml-latest-small", "--set", "data.max_history=0"), "`max_history` must"),
+    Wrong("model", ("--set", "model.num_layers=3"), "--set model.num_layers=3: `self_attention`"),
     Wrong(
         "given twice",
         ("--seed", "1", "--set", "trainer.seed=2"),
@@ -89,7 +81,7 @@ WRONG = [
         ("--nproc", "2", "--sparse-replicate", "4"),
         "sparse_replicate * sparse_shard = 4 * 1 = 4 must be the number of processes, got 2; nearest: --sparse-rep",
     ),
-    Wrong("degree", ("--nproc", "2", "--ep", "0"), "ParallelConfig: `ep` must be >= 1, got 0"),
+    Wrong("degree", ("--nproc", "2", "--ep", "0"), "`ep` must be >= 1, got 0"),
     Wrong(
         "layout of one",
         ("--dp-shard", "2"),
@@ -218,7 +210,7 @@ def test_eval_refuses_a_step_and_a_layout_before_it_reads_data(
     monkeypatch.setitem(registry._RECIPES, "synthetic", dataclasses.replace(recipe, load=_reads_nothing))
     for flags, message in (
         (("--step", "3"), f"--step: must be the step of a checkpoint in {run_copy}, got 3; there are 4"),
-        (("--nproc", "2", "--ep", "0"), "--ep 0: ParallelConfig: `ep` must be >= 1, got 0; the recipe has 1"),
+        (("--nproc", "2", "--ep", "0"), "--ep 0: `ep` must be >= 1, got 0; the recipe has 1"),
         (("--nproc", "0"), "--nproc: must be >= 1, got 0"),
     ):
         assert main(["eval", str(run_copy), "--device", "cpu", *flags]) == 2

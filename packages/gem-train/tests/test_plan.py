@@ -219,12 +219,28 @@ def test_a_layout_that_leaves_its_tier_is_explained_with_a_note(capsys):
     ("arguments", "text"),
     [
         (("explain", "nothing"), "there is no recipe 'nothing'"),
+        (("explain", "xxxxxx"), ", synthetic, cluster-4096"),
+        (("sweep", "cluster-496"), "did you mean cluster-4096"),
+        (
+            ("explain", "synthetic", "--ranks", "12"),
+            "error: --ranks: must fill hosts of 8 GPUs and, above 256, zones of",
+        ),
         (("explain", "synthetic", "--ranks", "12"), "got 12; nearest: 8, 16"),
+        (("explain", "synthetic", "--ranks", "1000000000"), "--ranks: must be at most 65,536, got 1000000000"),
+        (("sweep", "cluster-4096", "--ranks", "1000000000"), "--ranks: must be at most 65,536, got 1000000000"),
+        (("explain", "synthetic", "--samples", str(2**40)), "--samples: must be at most 2,147,483,646, got 1099511"),
         (("explain", "synthetic", "--ranks", "0"), "--ranks: must be at least 1, got 0"),
         (("explain", "synthetic", "--dims", "tp=2"), "--dims: must be AXIS=N,... with axes dp_replicate, ep"),
+        (
+            ("explain", "synthetic", "--dims", "dp_replicate=3"),
+            "error: --dims: the number of GPUs must be a positive multiple ",
+        ),
         (("explain", "synthetic", "--dims", "dp_replicate=3"), "positive multiple of dp_replicate (3), got 8"),
+        (("explain", "synthetic", "--dims", "ep=2,ep=4"), "--dims: ep is given twice, got 'ep=2,ep=4'; give it once"),
+        (("explain", "synthetic", "--dims", "ep=-2"), "--dims: ep must be at least 1, got -2; leave it out"),
+        (("explain", "synthetic", "--dims", "ep=0"), "--dims: ep must be at least 1, got 0; leave it out"),
         (("explain", "synthetic", "--picture", "x.pdf"), "must end with .svg or .png, got 'x.pdf'"),
-        (("explain", "synthetic", "--recompute", "2"), "`recompute` must be below 1 or 1, got 2"),
+        (("explain", "synthetic", "--recompute", "2"), "error: --recompute: must be below 1 or 1, got 2"),
         (("explain", "synthetic", "--topology", "missing.toml"), "--topology: must be a file that can be read, got 'm"),
         (
             ("explain", "synthetic", "--rates", "missing.json"),
@@ -265,6 +281,7 @@ def test_mistakes(capsys, arguments, text):
         ("--rates", "json", "{}", "must hold "),
         ("--topology", "json", '{"zones": "x"}', "Topology: `zones` must be an int, got str"),
         ("--topology", "toml", "zones = ", "must be valid TOML"),
+        ("--topology", "toml", "zones = 100_000_000", "a plan is of at most 65,536 GPUs, got 800,000,000; add --ranks"),
     ],
 )
 def test_mistakes_in_files(capsys, tmp_path, option, suffix, content, text):

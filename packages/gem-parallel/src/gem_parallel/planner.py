@@ -1,6 +1,8 @@
 """Plans: what a layout costs in memory, bytes and time, computed from numbers alone."""
 
 from gem_parallel._src.planner.description import (
+    MAX_RANKS,
+    MAX_SAMPLES,
     DenseUnit,
     ModelDescription,
     SparseTable,
@@ -20,6 +22,8 @@ from gem_parallel._src.planner.traffic import SparseTraffic, UnitTraffic
 
 __all__ = [
     "CATEGORIES",
+    "MAX_RANKS",
+    "MAX_SAMPLES",
     "SCHEMA",
     "Change",
     "Collective",

@@ -120,12 +120,13 @@ def _apply(config: Any, changes: list[_Change], root: Any) -> Any:
     try:
         return dataclasses.replace(config, **new)
     except (ValueError, TypeError) as error:
-        blamed = _blamed(changes, str(error))
+        rule = str(error).removeprefix(f"{type(config).__name__}: ")
+        blamed = _blamed(changes, rule)
         remedy = ""
-        if ";" not in str(error):
+        if ";" not in rule:
             have = field_values(root)
             remedy = f"; the recipe has {', '.join(_as_text(have.get(change.path)) for change in blamed)}"
-        raise ConfigError(f"{' '.join(change.shown for change in blamed)}: {error}{remedy}") from error
+        raise ConfigError(f"{' '.join(change.shown for change in blamed)}: {rule}{remedy}") from error
 
 
 def _blamed(changes: list[_Change], error: str) -> list[_Change]:
@@ -172,7 +173,7 @@ def _unknown(path: str, root: Any) -> ConfigError:
         last = path.rsplit(".", 1)[-1]
         near += [name for name in names if name.rsplit(".", 1)[-1] == last and name not in near]
     hint = f"the nearest are {', '.join(near)}" if near else f"the fields are {', '.join(names)}"
-    return ConfigError(f"--set: there is no field `{path}`; {hint}")
+    return ConfigError(f"there is no field `{path}`; {hint}")
 
 
 def _abbreviated(path: str, names: list[str]) -> list[str]:

@@ -314,7 +314,8 @@ def _check_topology(function: str, topology: object) -> None:
 
 def _nearest(degrees: tuple[int, ...], world_size: int, limit: int | None = 3) -> list[tuple[int, ...]]:
     """Tuples of divisors with product ``world_size``, by the sum of the ratios' logarithms to ``degrees``."""
-    divisors = [number for number in range(1, world_size + 1) if world_size % number == 0]
+    small = [number for number in range(1, math.isqrt(world_size) + 1) if world_size % number == 0]
+    divisors = sorted({*small, *(world_size // number for number in small)})
     found = []
     for head in product(divisors, repeat=len(degrees) - 1):
         rest, over = divmod(world_size, math.prod(head))

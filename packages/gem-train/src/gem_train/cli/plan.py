@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -159,22 +160,27 @@ def _rates(path: str | None) -> Hardware:
 
 def _inputs(args: argparse.Namespace) -> Inputs:
     from gem_parallel import ParallelDims
-    from gem_parallel.planner import Workload
+    from gem_parallel.planner import MAX_RANKS, MAX_SAMPLES, Workload
     from gem_train import recipes
     from gem_train.overrides import parse_assignments
 
-    for name in ("ranks", "samples"):
+    for name, most in (("ranks", MAX_RANKS), ("samples", MAX_SAMPLES)):
         value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name}: must be at least 1, got {value}")
+        if value is not None and not 1 <= value <= most:
+            bound = "at least 1" if value < 1 else f"at most {most:,}"
+            raise ConfigError(f"--{name}: must be {bound}, got {value}")
     plan = recipes.get_plan(args.recipe)
     cluster = _topology(args.topology) if args.topology else plan.topology if plan else None
     if cluster is None:
         from gem_parallel import Topology
 
-        cluster = Topology(hosts_per_zone=32, zones=32).resized(args.ranks or DEFAULT_RANKS)
-    topology = cluster.resized(args.ranks) if args.ranks else cluster
+        cluster = _resized(Topology(hosts_per_zone=32, zones=32), args.ranks or DEFAULT_RANKS)
+    topology = _resized(cluster, args.ranks) if args.ranks else cluster
     ranks = topology.num_gpus
+    if ranks > MAX_RANKS:
+        raise ConfigError(
+            f"--topology {args.topology}: a plan is of at most {MAX_RANKS:,} GPUs, got {ranks:,}; add --ranks N"
+        )
     # Whatever the arguments alone decide comes before the data.
     dims = _dims(args.dims, topology, plan.dims if plan else ParallelDims(dp_replicate=1))
     hardware = _rates(args.rates)
@@ -191,7 +197,11 @@ def _inputs(args: argparse.Namespace) -> Inputs:
     if args.gather == "mxfp8":
         given["param_wire"] = recipes.ParallelConfig(dense_wire="mxfp8").param_wire(args.precision or "bf16")
     changes = {name: value for name, value in given.items() if value is not None}
-    replace(plan.workload if plan else Workload(samples_per_rank=1), **changes)  # checked here, used below
+    try:
+        replace(plan.workload if plan else Workload(samples_per_rank=1), **changes)  # checked here, used below
+    except ValueError as error:
+        # The options are named as the fields.
+        raise ConfigError(re.sub(r"^Workload: `(\w+)`", r"--\1:", str(error))) from error
     if plan is not None:
         if args.assignments or args.data:
             raise ConfigError(f"--set and --data: recipe {plan.name} is numbers without data; leave them out")
@@ -205,7 +215,7 @@ def _inputs(args: argparse.Namespace) -> Inputs:
         if args.samples:
             workload = replace(workload, samples_per_rank=args.samples)
     else:
-        recipe = recipes.get(args.recipe)
+        recipe = recipes.get(args.recipe, plans=True)
         config = recipes.RunConfig.resolve(recipe, recipe.schema, assignments)
         if dims.ep > config.model.num_experts:
             raise ConfigError(
@@ -226,8 +236,20 @@ def _inputs(args: argparse.Namespace) -> Inputs:
             dims.check(topology)
         except ValueError as error:
             # Still explained: what it costs is the point.
-            complain(f"note: {error}")
+            complain(f"note: {_rule(error)}")
     return Inputs(model, topology, dims, replace(workload, **changes), hardware)
+
+
+def _rule(error: Exception) -> str:
+    """What an error of gem_parallel says, without the function that said it."""
+    return re.sub(r"^\w+(\.\w+)?: ", "", str(error))
+
+
+def _resized(topology: Topology, ranks: int) -> Topology:
+    try:
+        return topology.resized(ranks)
+    except ValueError as error:
+        raise ConfigError(f"--ranks: {_rule(error).removeprefix('`num_ranks` ')}") from error
 
 
 def _dims(text: str | None, topology: Topology, wanted: ParallelDims) -> ParallelDims:
@@ -242,11 +264,20 @@ def _dims(text: str | None, topology: Topology, wanted: ParallelDims) -> Paralle
         "ep": min(wanted.ep, topology.gpus_per_host),
         "sparse_replicate": min(wanted.sparse_replicate, topology.gpus_per_host),
     }
-    for part in text.split(",") if text else ():
+    given = set()
+    for part in text.split(",") if text is not None else ():
         name, _, value = part.partition("=")
-        if name not in DIM_AXES or not value.isdigit():
+        if name not in DIM_AXES or not re.fullmatch(r"[+-]?\d+", value, re.ASCII):
             raise ConfigError(
                 f"--dims: must be AXIS=N,... with axes {', '.join(DIM_AXES)} (the others follow), got {part!r}"
             )
+        if name in given:
+            raise ConfigError(f"--dims: {name} is given twice, got {text!r}; give it once")
+        if int(value) < 1:
+            raise ConfigError(f"--dims: {name} must be at least 1, got {value}; leave it out for the recipe's")
+        given.add(name)
         degrees[name] = int(value)
-    return ParallelDims.for_world(ranks, **degrees)
+    try:
+        return ParallelDims.for_world(ranks, **degrees)
+    except ValueError as error:
+        raise ConfigError(f"--dims: {_rule(error).replace('`world_size`', 'the number of GPUs')}") from error

@@ -30,11 +30,12 @@ def names() -> tuple[str, ...]:
     return tuple(_RECIPES)
 
 
-def get(name: str) -> Recipe:
+def get(name: str, *, plans: bool = False) -> Recipe:
     """A recipe by name.
 
     Args:
         name: One of `names()`.
+        plans: The caller also takes those of `plan_names()`, so that an error lists them.
 
     Returns:
         The recipe.
@@ -45,7 +46,8 @@ def get(name: str) -> Recipe:
     if name in _PLANS:
         raise ConfigError(f"the recipe {name} can only be planned; use `gem plan explain {name}`")
     if name not in _RECIPES:
-        near = difflib.get_close_matches(name, _RECIPES, n=3, cutoff=0.4)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"the recipes are {', '.join(_RECIPES)}"
+        known = [*_RECIPES, *(_PLANS if plans else ())]
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"the recipes are {', '.join(known)}"
         raise ConfigError(f"there is no recipe {name!r}; {hint}")
     return _RECIPES[name]

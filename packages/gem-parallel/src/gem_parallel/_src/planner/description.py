@@ -15,11 +15,37 @@ from gem_parallel._src.embeddings.config import (
 )
 from gem_parallel._src.param_wire import ParamWire, check_wire
 
-__all__ = ["DenseUnit", "ModelDescription", "SparseTable", "TableKind", "TableLocation", "Workload"]
+__all__ = [
+    "MAX_RANKS",
+    "MAX_SAMPLES",
+    "DenseUnit",
+    "ModelDescription",
+    "SparseTable",
+    "TableKind",
+    "TableLocation",
+    "Workload",
+    "check_ranks",
+]
 
 TableKind = Literal["auto", "table_wise", "row_wise", "column_wise", "replicated"]
 TABLE_KINDS: tuple[TableKind, ...] = get_args(TableKind)
 TableLocation = Literal["auto", "device", "uvm", "uvm_caching"]
+MAX_RANKS = 65_536
+"""GPUs of a plan: placement goes over ranks and tables, seconds at this number and beyond any memory far above it."""
+MAX_SAMPLES = 2**31 - 2
+"""Of one rank's step: a rank's batch names at most as many ids, and every sample has some."""
+
+
+def check_ranks(function: str, num_gpus: int) -> None:
+    """Refuse more GPUs than a plan is made for.
+
+    Raises:
+        ValueError: naming the function and the limit.
+    """
+    if num_gpus > MAX_RANKS:
+        raise ValueError(
+            f"{function}: `topology` must have at most {MAX_RANKS:,} GPUs, got {num_gpus:,}; plan a smaller cluster"
+        )
 
 
 def _require(owner: str, name: str, value: object, *, low: float, integer: bool = False) -> None:
@@ -253,6 +279,10 @@ class Workload:
     def __post_init__(self) -> None:
         owner = "Workload"
         _require(owner, "samples_per_rank", self.samples_per_rank, low=1, integer=True)
+        if self.samples_per_rank > MAX_SAMPLES:
+            raise ValueError(
+                f"{owner}: `samples_per_rank` must be at most {MAX_SAMPLES:,}, got {self.samples_per_rank:,}"
+            )
         for name in ("gather_bytes", "reduce_bytes", "row_bytes"):
             if getattr(self, name) not in (1, 2, 4):
                 raise ValueError(f"{owner}: `{name}` must be 1, 2 or 4, got {getattr(self, name)}")

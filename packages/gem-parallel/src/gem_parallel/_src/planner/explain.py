@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from gem_parallel._src.mesh import ParallelDims
 from gem_parallel._src.param_wire import ParamWire
-from gem_parallel._src.planner.description import ModelDescription, SparseTable, TableKind, Workload
+from gem_parallel._src.planner.description import ModelDescription, SparseTable, TableKind, Workload, check_ranks
 from gem_parallel._src.planner.hardware import Hardware, Rate
 from gem_parallel._src.planner.locations import check_host_memory, check_locations, locate_tables
 from gem_parallel._src.planner.memory import MemoryPlan, plan_memory
@@ -147,9 +147,11 @@ def explain(
         wires: Forms of parameters between ranks to try among the changes.
 
     Raises:
-        ValueError: another number of GPUs than ranks, more ranks of ep than experts, more rows of a table on one rank
-            than fbgemm can index, or tables in host memory that are larger than it or cannot lie there.
+        ValueError: more than 65,536 GPUs, another number of them than ranks, more ranks of ep than experts, more rows
+            of a table on one rank than fbgemm can index, or tables in host memory that are larger than it or cannot
+            lie there.
     """
+    check_ranks("explain", topology.num_gpus)
     if topology.num_gpus != dims.world_size:
         raise ValueError(
             f"explain: `topology` must have as many GPUs as `dims` has ranks, {dims.world_size}, got "

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gem_parallel._src.mesh import ParallelDims
-from gem_parallel._src.planner.description import ModelDescription, TableKind, Workload
+from gem_parallel._src.planner.description import ModelDescription, TableKind, Workload, check_ranks
 from gem_parallel._src.planner.explain import PlanReport, explain
 from gem_parallel._src.planner.hardware import Hardware
 from gem_parallel._src.planner.tables import Strategy, check_rows, place_tables
@@ -16,8 +16,13 @@ __all__ = ["layouts", "pareto_front", "sweep"]
 
 
 def layouts(model: ModelDescription, topology: Topology) -> tuple[tuple[ParallelDims, ...], tuple[ParallelDims, ...]]:
-    """Layouts that fit the topology: (all dense ones with tables unreplicated, all sparse ones with FSDP in a zone)."""
+    """Layouts that fit the topology: (all dense ones with tables unreplicated, all sparse ones with FSDP in a zone).
+
+    Raises:
+        ValueError: more than 65,536 GPUs.
+    """
     world = topology.num_gpus
+    check_ranks("layouts", world)
     experts = min((unit.num_experts for unit in model.units if unit.num_experts > 1), default=1)
     divisors = [number for number in range(1, world + 1) if world % number == 0]
 
@@ -62,7 +67,7 @@ def sweep(
         recompute: Parts of forward to repeat in backward, to try.
 
     Raises:
-        ValueError: every layout is refused; the last one's reason.
+        ValueError: more than 65,536 GPUs, or every layout is refused; the last one's reason.
     """
     hardware = hardware or Hardware.load()
     dense, sparse = layouts(model, topology)
