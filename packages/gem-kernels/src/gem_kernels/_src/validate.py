@@ -25,7 +25,8 @@ def check_dense(op: str, name: str, x: Any) -> None:
     """Raise unless ``x`` is a tensor with rows in memory."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{op}: `{name}` must be a Tensor, got {type(x).__name__}; convert it with torch.as_tensor.")
-    if x.is_nested or x.layout != torch.strided:
+    # A traced backward may not ask for the layout.
+    if x.is_nested or (not torch.compiler.is_compiling() and x.layout != torch.strided):
         kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
         raise TypeError(
             f"{op}: `{name}` must be a dense Tensor, got a {kind} one; pass its packed rows, `values()` of a nested "
