@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from gem_kernels.modules import GDPA, BlockAttention, JaggedAttention
+from gem_precision._src.forward_ad import refuse_tangents
 from gem_precision._src.jagged_blocks import JaggedBlocks
 from gem_precision._src.quantize import quantize_jagged, quantize_jagged_grad
 from gem_precision.recipe import BF16Recipe, MXFP8Recipe
@@ -46,6 +47,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def _check_dtype(recipe: str, name: str, x: Tensor) -> None:
     """Raise on a dtype of which a cast would lose more than precision."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{recipe} attention: `{name}` must be a Tensor, got {type(x).__name__}; convert it first.")
     if x.dtype not in _DTYPES:
         raise TypeError(
             f"{recipe} attention: `{name}` must be float32, bfloat16 or float16, got {x.dtype}; cast it first."
@@ -54,9 +57,12 @@ def _check_dtype(recipe: str, name: str, x: Tensor) -> None:
 
 def _check_operand(name: str, x: Tensor) -> None:
     """Raise on what the MXFP8 casts cannot read; the op itself checks everything else before it computes."""
+    _check_dtype("MXFP8", name, x)
+    if x.is_nested:
+        raise TypeError(f"MXFP8 attention: `{name}` must be a dense Tensor, got a nested one; pass its `values()`.")
     if x.dim() != 3:
         raise ValueError(f"MXFP8 attention: `{name}` must have shape (T, H, D), got {tuple(x.shape)}.")
-    _check_dtype("MXFP8", name, x)
+    refuse_tangents("MXFP8 attention", **{name: x})
 
 
 def _check_offsets(name: str, offsets: Tensor) -> None:

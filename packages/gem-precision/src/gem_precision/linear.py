@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from gem_precision._src.forward_ad import refuse_tangents
 from gem_precision._src.quantize import fake_quantize
 from gem_precision.recipe import BF16Recipe, MXFP8Recipe
 
@@ -83,7 +84,14 @@ class MXFP8Linear(nn.Linear):
         self.recipe = MXFP8Recipe() if recipe is None else recipe
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., K) -> (..., N) in the dtype of the input; under autocast, in the autocast dtype."""
+        """(..., K) -> (..., N) in the dtype of the input; under autocast, in the autocast dtype.
+
+        Raises:
+            TypeError: if the input is not float32, bfloat16 or float16 like the weight.
+            ValueError: on another number of features.
+            NotImplementedError: under forward-mode AD.
+        """
+        refuse_tangents("MXFP8Linear", input=input, weight=self.weight, bias=self.bias)
         x: Tensor = input
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
