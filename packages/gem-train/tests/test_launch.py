@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,43 @@ def test_workers_end_with_their_launcher(tmp_path: Path) -> None:
     while any(_alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(_alive(pid) for pid in pids)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_alone_reaches_every_worker_once(tmp_path: Path, number: int) -> None:
+    """As `kill -INT` sends it, where a terminal's Ctrl-C goes to a whole process group."""
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import os, pathlib, signal, sys, time\nfile = pathlib.Path(sys.argv[1]) / f'got-{os.environ[\"RANK\"]}'\n"
+        "got = []\nfor number in (signal.SIGINT, signal.SIGTERM):\n"
+        "    signal.signal(number, lambda number, _: got.append(number))\nfile.write_text('ready')\n"
+        "while not got:\n    time.sleep(0.05)\ntime.sleep(0.3)\nfile.write_text(repr(got))\nsys.exit(130)\n"
+    )
+    command = [sys.executable, str(worker), str(tmp_path)]
+    code = f"import sys\nfrom gem_train.launch import run_workers\nsys.exit(run_workers({command!r}, 2).exit_code)"
+    launcher = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    files = [tmp_path / "got-0", tmp_path / "got-1"]
+    _wait_until(lambda: all(f.is_file() and f.read_text() == "ready" for f in files))
+    # Stopped and continued with the launcher, as by Ctrl-Z and fg.
+    launcher.send_signal(signal.SIGTSTP)
+    _wait_until(lambda: _state(launcher.pid) == "T")
+    launcher.send_signal(signal.SIGCONT)
+    time.sleep(0.2)
+    os.killpg(launcher.pid, number)
+    assert launcher.wait(timeout=30) == 130
+    assert [f.read_text() for f in files] == [f"[{int(number)}]"] * 2
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def _alive(pid: int) -> bool:

@@ -45,6 +45,7 @@ _joined: list[str] = []
 """Backends of the groups that this process was in."""
 _GRACE_SECONDS = 3.0
 _POLL_SECONDS = 0.05
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP)
 
 
 class WorkerError(NamedTuple):
@@ -201,7 +202,8 @@ def run_workers(command: Sequence[str], num_processes: int) -> WorkerError | Non
     """Runs a command as several processes on the loopback interface, and waits for them.
 
     The first one keeps this process's standard output and error; the others are silent unless they fail. When one ends
-    with an error the others get three seconds to end too, and are then killed.
+    with an error the others get three seconds to end too, and are then killed. Signals to this process that ask it to
+    end, or a terminal's Ctrl-Z, reach all of them.
 
     Args:
         command: Program and arguments; each copy learns its rank from RANK.
@@ -216,9 +218,10 @@ def run_workers(command: Sequence[str], num_processes: int) -> WorkerError | Non
     if num_processes < 1:
         raise ConfigError(f"--nproc: must be >= 1, got {num_processes}")
     with tempfile.TemporaryDirectory(prefix="gem-launch-") as directory:
-        workers = [_start(command, rank, num_processes, Path(directory)) for rank in range(num_processes)]
-        forwarded = {s: signal.signal(s, lambda number, _: _signal_all(workers, number)) for s in _stop_signals()}
+        workers: list[subprocess.Popen[bytes]] = []
+        forwarded = {s: signal.signal(s, lambda number, _: _forward(workers, number)) for s in _FORWARDED}
         try:
+            workers += (_start(command, rank, num_processes, Path(directory)) for rank in range(num_processes))
             failed = _wait(workers)
             return None if failed is None else _first_error(workers, Path(directory), failed)
         finally:
@@ -252,9 +255,9 @@ def _start(command: Sequence[str], rank: int, size: int, directory: Path) -> sub
         _PARENT: str(os.getpid()),
     }
     if rank == 0:
-        return subprocess.Popen(command, env=environment)
+        return subprocess.Popen(command, env=environment, process_group=0)
     with (directory / f"stderr-{rank}").open("wb") as stderr:
-        return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=stderr)
+        return subprocess.Popen(command, env=environment, process_group=0, stdout=subprocess.DEVNULL, stderr=stderr)
 
 
 def _wait(workers: list[subprocess.Popen[bytes]]) -> int | None:
@@ -291,15 +294,19 @@ def _first_error(workers: list[subprocess.Popen[bytes]], directory: Path, failed
     )
 
 
+def _forward(workers: list[subprocess.Popen[bytes]], number: int) -> None:
+    """Hands a signal on; the workers are in groups of their own, so that a terminal's Ctrl-C reaches them only once."""
+    suspended = number == signal.SIGTSTP
+    _signal_all(workers, signal.SIGSTOP if suspended else number)
+    if suspended:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        _signal_all(workers, signal.SIGCONT)  # reached when the shell lets this process go on
+
+
 def _signal_all(workers: list[subprocess.Popen[bytes]], number: int) -> None:
     for worker in workers:
-        # A terminal's Ctrl-C reaches the workers by itself, as members of the foreground process group.
-        if worker.poll() is None and number != signal.SIGINT:
+        if worker.poll() is None:
             worker.send_signal(number)
-
-
-def _stop_signals() -> tuple[signal.Signals, ...]:
-    return (signal.SIGINT, signal.SIGTERM)
 
 
 def _die_with_launcher() -> None:

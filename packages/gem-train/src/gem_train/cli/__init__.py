@@ -1,5 +1,8 @@
 """The command `gem`."""
 
-from gem_train.cli.main import command, main
+from gem_train.interrupt import ends_at_once
+
+with ends_at_once():
+    from gem_train.cli.main import command, main
 
 __all__ = ["command", "main"]

@@ -12,6 +12,7 @@ from gem_train.cli.output import complain
 from gem_train.cli.plan_arguments import add_plan
 from gem_train.config import PRECISIONS
 from gem_train.errors import CheckpointError, NonFiniteError
+from gem_train.interrupt import INTERRUPTED
 from gem_train.launch import exit_worker, is_worker, joined, report_worker_error, select_device
 
 __all__ = ["build_parser", "command", "main"]
@@ -20,8 +21,6 @@ USER_ERROR = 2
 """Exit code when the user can correct something."""
 FAILURE = 1
 """Exit code when the run itself failed."""
-INTERRUPTED = 130
-"""Exit code after Ctrl-C or SIGTERM."""
 
 
 def command() -> NoReturn:
@@ -43,21 +42,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    args = build_parser().parse_args(arguments)
-    args.argv = arguments
+    with_traceback = "--traceback" in arguments
     try:
+        args = build_parser().parse_args(arguments)
+        args.argv = arguments
         if argv is None:
             _wait_passively(args)
         return int(args.run(args))
     except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED, args.traceback)
+        # The first of several processes writes where the launcher does, and the others to files.
+        complain("gem: error: interrupted" + ("\n" + traceback.format_exc() if with_traceback else ""))
+        return INTERRUPTED
     except ModuleNotFoundError as error:
         remedy = "pip install 'gem-train[recipes]'" if (error.name or "").startswith("gem_") else "run `gem doctor`"
-        return _fail(f"the package {error.name} is not installed; {remedy}", USER_ERROR, args.traceback)
+        return _fail(f"the package {error.name} is not installed; {remedy}", USER_ERROR, with_traceback)
     except NonFiniteError as error:
-        return _fail(str(error), FAILURE, args.traceback)
+        return _fail(str(error), FAILURE, with_traceback)
     except (ValueError, CheckpointError, OSError) as error:
-        return _fail(str(error), USER_ERROR, args.traceback)
+        return _fail(str(error), USER_ERROR, with_traceback)
     except Exception as error:
         if report_worker_error(f"{type(error).__name__}: {error}\n{traceback.format_exc()}"):
             return FAILURE

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from gem_train.cli.output import complain
 from gem_train.errors import ConfigError
+from gem_train.interrupt import INTERRUPTED
 from gem_train.launch import is_worker, run_workers
 
 if TYPE_CHECKING:
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["describe_layout", "layout_assignments", "num_processes", "start"]
 
-INTERRUPTED = 130
 LAYOUT = ("dp_replicate", "dp_shard", "ep", "sparse_replicate", "sparse_shard")
 
 

@@ -15,11 +15,12 @@ import torch
 from gem_train.checkpoint import Checkpointer
 from gem_train.cli.compare import compare_runs, default_out, final_scores, full_precision_run
 from gem_train.cli.output import complain, say
-from gem_train.cli.processes import INTERRUPTED, LAYOUT, describe_layout, layout_assignments, num_processes, start
+from gem_train.cli.processes import LAYOUT, describe_layout, layout_assignments, num_processes, start
 from gem_train.cli.table import print_scores
 from gem_train.data import Scoreboard
 from gem_train.doctor import versions
 from gem_train.errors import ConfigError
+from gem_train.interrupt import INTERRUPTED
 from gem_train.launch import is_worker, join, leave
 from gem_train.mfu import device_peak
 from gem_train.overrides import parse_assignments
@@ -334,7 +335,7 @@ def _stop_on_signal(tell: Callable[[str], None]) -> Iterator[list[int]]:
     received: list[int] = []
 
     def handle(number: int, _: object) -> None:
-        if received and number == signal.SIGINT:
+        if signal.SIGINT in received and number == signal.SIGINT:
             raise KeyboardInterrupt
         received.append(number)
         tell("stopping after this step; press Ctrl-C again to stop at once")
