@@ -86,11 +86,19 @@ BAD = [
     ([SMALL[0], {"dtype": "float32"}], "case 1 .* has no `op`"),
     ([{"op": "softmax"}], "case 0 .*`op` must be one of .*, got 'softmax'"),
     ([{"op": "gdpa", "dtype": "int8"}], "`dtype` must be one of .*, got 'int8'"),
+    ([SMALL[0] | {"lengths_q": [-3]}], r"`lengths_q` must be a list of ints >= 0, .*, got \(-3,\)"),
+    ([SMALL[0] | {"lengths_q": 3}], "`lengths_q` must be a list of ints >= 0, .*, got 3"),
+    ([SMALL[0] | {"lengths_k": [1.5]}], r"`lengths_k` must be a list of ints >= 0, .*, got \(1.5,\)"),
+    ([SMALL[0] | {"head_dim": "64"}], "`head_dim` must be an int >= 1, got '64'"),
+    ([SMALL[0] | {"num_heads_kv": 0}], "`num_heads_kv` must be an int >= 1, got 0"),
+    ([SMALL[0] | {"window_size": [1]}], r"`window_size` must be two ints >= -1, .*, got \(1,\)"),
+    ([SMALL[0] | {"causal": "no"}], "`causal` must be true or false, got 'no'"),
+    ([SMALL[1] | {"rows": -1}], "`rows` must be an int >= 0, got -1"),
     ([{"op": "linear_norm", "rows": 3}], "linear_norm needs `in_features` and `out_features` of at least 1"),
 ]
 
 
-@pytest.mark.parametrize(("content", "message"), BAD, ids=[message[:30] for _, message in BAD])
+@pytest.mark.parametrize(("content", "message"), BAD, ids=[message[:50] for _, message in BAD])
 def test_a_bad_file_is_named(content, message, shapes, tmp_path):
     path = shapes(content)
     with pytest.raises(ValueError, match=f"check: .*{message}"):
@@ -98,6 +106,17 @@ def test_a_bad_file_is_named(content, message, shapes, tmp_path):
     with pytest.raises(SystemExit) as stop:
         main(["check", "--shapes", path])
     assert stop.value.code == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what is then there")
+@pytest.mark.parametrize("command", [["check", "--device", "cuda"], ["warm"]], ids=lambda command: command[0])
+def test_a_gpu_that_is_not_there_is_one_line(command, shapes, capsys):
+    for extra in ([], ["--shapes", shapes(SMALL)]):
+        with pytest.raises(SystemExit) as stop:
+            main([*command, *extra])
+        assert stop.value.code == 2
+        if command != ["warm"] or extra:
+            assert "needs a CUDA device, found none" in capsys.readouterr().err.splitlines()[-1]
 
 
 # ---------------------------------------------------------------- warm

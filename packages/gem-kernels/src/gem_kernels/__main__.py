@@ -81,14 +81,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 if a result is wrong or a rank waited in vain; argparse exits with 2 for wrong arguments."""
     parser = _parser()
     parsed = parser.parse_args(arguments)
+    on_gpu = parsed.command == "warm" or parsed.device == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        what = "warm" if parsed.command == "warm" else "check --device cuda"
+        parser.error(f"{what} needs a CUDA device, found none; check --device cpu runs without one")
     try:
         cases = load_cases(parsed.shapes) if parsed.shapes else default_cases(torch.device(parsed.device))
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if parsed.command == "check":
         return 1 if run_check(cases, torch.device(parsed.device)) else 0
-    if not torch.cuda.is_available():
-        parser.error("warm needs a CUDA device, found none: kernels are compiled for the GPU that runs them")
     try:
         run_warm(cases, parsed.timeout)
     except TimeoutError as error:

@@ -58,6 +58,7 @@ class ConformanceCase:
             raise ValueError(f"ConformanceCase: `op` must be one of {known}, got {self.op!r}.")
         if self.dtype not in DTYPES:
             raise ValueError(f"ConformanceCase: `dtype` must be one of {', '.join(DTYPES)}, got {self.dtype!r}.")
+        _check_types(self)
         if self.op in LINEAR_OPS and min(self.in_features, self.out_features) < 1:
             raise ValueError(
                 f"ConformanceCase: {self.op} needs `in_features` and `out_features` of at least 1, "
@@ -82,6 +83,32 @@ class ConformanceCase:
             words += [f"blocks of {self.block_size}"] if self.op == "block_attention" else []
             words += ["rotary"] if self.rotary else []
         return ", ".join([*words, *(["affine"] if self.affine else [])])
+
+
+def _check_types(case: ConformanceCase) -> None:
+    """Raise on a value that no op could be given: a file has no types."""
+    for name in ("rows", "in_features", "out_features", "num_heads", "head_dim", "block_size", "num_heads_kv"):
+        value, least = getattr(case, name), 1 if name.startswith(("num", "head", "block")) else 0
+        if not (_is_int(value, least) or (name == "num_heads_kv" and value is None)):
+            raise ValueError(f"ConformanceCase: `{name}` must be an int >= {least}, got {value!r}.")
+    for name in ("lengths_q", "lengths_k"):
+        lengths = getattr(case, name)
+        if name == "lengths_k" and lengths is None:
+            continue
+        if not (isinstance(lengths, tuple) and all(_is_int(x, 0) for x in lengths)):
+            raise ValueError(
+                f"ConformanceCase: `{name}` must be a list of ints >= 0, tokens per sequence, got {lengths!r}."
+            )
+    window = case.window_size
+    if not (isinstance(window, tuple) and len(window) == 2 and all(_is_int(x, -1) for x in window)):
+        raise ValueError(f"ConformanceCase: `window_size` must be two ints >= -1, [left, right], got {window!r}.")
+    for name in ("causal", "rotary", "affine"):
+        if not isinstance(getattr(case, name), bool):
+            raise ValueError(f"ConformanceCase: `{name}` must be true or false, got {getattr(case, name)!r}.")
+
+
+def _is_int(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def load_cases(path: Path) -> list[ConformanceCase]:
