@@ -17,7 +17,8 @@ INTERRUPTED = 130
 @contextmanager
 def ends_at_once() -> Iterator[None]:
     """SIGINT within ends the process, which has done nothing yet: modules can turn an exception into another error."""
-    if threading.current_thread() is not threading.main_thread():
+    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # as of a script's background job
+    if ignored or threading.current_thread() is not threading.main_thread():
         yield
         return
     before = signal.signal(signal.SIGINT, _end)
