@@ -61,3 +61,30 @@ def test_wrong_lengths_are_refused(tiny):
         random_batch(tiny, 3, lengths={"history": (1, 2)})
     with pytest.raises(ValueError, match=r"must have 3 entries, got 0"):
         random_batch(tiny, 3, lengths={})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"num_samples": -1}, ValueError, "`num_samples` must be >= 0, got -1"),
+        ({"num_samples": 2.0}, TypeError, "`num_samples` must be an int, got float"),
+        ({"max_length": -1}, ValueError, "`max_length` must be >= 0, got -1"),
+        ({"mean_length": float("nan")}, ValueError, "`mean_length` must be >= 0 events and finite, got nan"),
+        ({"mean_length": "a"}, TypeError, "`mean_length` must be a number, got str"),
+        ({"seed": None}, TypeError, "`seed` must be an int, got NoneType"),
+        ({"lengths": (1, 2)}, TypeError, "`lengths` must map sequences to lengths, got tuple"),
+        ({"lengths": {"history": (1, -2)}}, ValueError, r"`lengths\['history'\]` must be >= 0 events, got -2"),
+        ({"lengths": {"history": (1, 2.5)}}, TypeError, r"`lengths\['history'\]` must be ints, got torch.float32"),
+        ({"lengths": {"history": ("a", "b")}}, TypeError, r"`lengths\['history'\]` must be ints, got \('a', 'b'\)"),
+        (
+            {"lengths": {"history": (1, 2), "x": (1, 2)}},
+            ValueError,
+            "`lengths` must name sequences of the config, 'history', got 'x'",
+        ),
+    ],
+)
+def test_an_argument_that_does_not_fit_is_named(tiny, arguments, error, words):
+    with pytest.raises(error, match=f"^random_batch: {words}"):
+        random_batch(**{"config": tiny, "num_samples": 2} | arguments)
+    with pytest.raises(TypeError, match=r"^random_batch: `config` must be a RankingConfig, got dict"):
+        random_batch({}, 2)

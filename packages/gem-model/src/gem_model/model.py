@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gem_model._src.arguments import check_batch, check_inputs, check_label, check_outputs
 from gem_model._src.events import EventTokens, event_numbers
 from gem_model._src.heads import Heads
 from gem_model._src.jagged import Jagged
@@ -48,10 +49,18 @@ class RankingModel(nn.Module):
 
     Args:
         config: Features, tasks and sizes.
+
+    Raises:
+        TypeError: if ``config`` is no RankingConfig.
     """
 
     def __init__(self, config: RankingConfig) -> None:
         super().__init__()
+        if not isinstance(config, RankingConfig):
+            raise TypeError(
+                f"RankingModel: `config` must be a RankingConfig, got {type(config).__name__}; make one, or take one "
+                "of gem_model.presets."
+            )
         self.config = config
         self.context_tokens = ContextTokens(config)
         self.event_tokens = nn.ModuleDict(
@@ -73,8 +82,9 @@ class RankingModel(nn.Module):
 
         Raises:
             ValueError: if the batch or the embeddings lack something that the config names, or have another shape.
+            TypeError: if an argument has another type, or a tensor another dtype than the layer that reads it.
         """
-        self._check(batch, embeddings)
+        check_inputs(batch, embeddings, self.config, self.context_tokens, self.event_tokens)
         x = self.context_tokens({name: embeddings[name] for name in self.config.context_features}, batch.dense)
         sequences = {}
         for tower in self.config.sequences:
@@ -86,32 +96,32 @@ class RankingModel(nn.Module):
             x, sequences = layer(x, sequences)
         return self.heads(self.readout(x, sequences))
 
-    def loss(self, outputs: Mapping[str, Tensor], batch: RankingBatch) -> Loss:
+    def loss(self, outputs: Mapping[str, Tensor], batch: RankingBatch, *, validate: bool = False) -> Loss:
         """Log loss of each task, summed over the samples.
 
         Args:
             outputs: Task -> logits (B,), of `forward`.
             batch: The same batch, with labels.
+            validate: On CUDA, also check the values of the labels, which waits for the device. On CPU they always are.
 
         Returns:
             Sums by task, the number of samples, and the weighted total.
 
         Raises:
-            ValueError: if a label is missing or has another shape than its logits.
+            ValueError: if logits or a label are missing, or a label has another shape than its logits or is not
+                between 0 and 1.
+            TypeError: if an argument has another type.
         """
+        check_outputs(outputs, self.config)
+        check_batch(batch, self.config)
+        # A traced program cannot branch on data.
+        on_cpu = all(x.device.type == "cpu" for x in outputs.values())
+        read_values = validate or (on_cpu and not torch.compiler.is_compiling())
         weights = self.config.task_weights or (1.0,) * len(self.config.tasks)
         sums = {}
         for task in self.config.tasks:
-            if task not in batch.labels:
-                raise ValueError(
-                    f"RankingModel.loss: `batch.labels` must hold every task of the config, lacks {task!r}; add it."
-                )
+            check_label(task, batch.labels, outputs[task], read_values=read_values)
             label = batch.labels[task]
-            if label.shape != outputs[task].shape:
-                raise ValueError(
-                    f"RankingModel.loss: `batch.labels[{task!r}]` must have shape {tuple(outputs[task].shape)} like "
-                    f"its logits, got {tuple(label.shape)}; give one label per sample."
-                )
             sums[task] = F.binary_cross_entropy_with_logits(outputs[task], label.float(), reduction="sum")
         total = torch.stack([w * s for w, s in zip(weights, sums.values(), strict=True)]).sum()
         return Loss(sums, batch.num_samples, total)
@@ -121,7 +131,12 @@ class RankingModel(nn.Module):
 
         Counted are matrix products and attention over unmasked pairs. With offsets on a GPU this waits for the device;
         give the batch before it is copied there.
+
+        Raises:
+            TypeError: if ``batch`` has another type.
+            ValueError: if it lacks a sequence that the config names.
         """
+        check_batch(batch, self.config)
         lengths = {
             tower.name: torch.diff(batch.sequences[tower.name].offsets.cpu()).long() for tower in self.config.sequences
         }
@@ -162,31 +177,3 @@ class RankingModel(nn.Module):
         if self.config.num_experts == 1:
             return ()
         return tuple(f"layers.{index}.interaction.mixture" for index in range(self.config.num_layers))
-
-    def _check(self, batch: RankingBatch, embeddings: Mapping[str, Tensor]) -> None:
-        config, num_samples = self.config, batch.num_samples
-        shapes: dict[str, tuple[str, Tensor | None, tuple[int, ...]]] = {}
-        shapes["dense"] = ("batch.dense", batch.dense, (num_samples, config.num_dense))
-        rows = dict.fromkeys(config.context_features, num_samples)
-        for tower in config.sequences:
-            if tower.name not in batch.sequences:
-                raise ValueError(
-                    f"RankingModel: `batch.sequences` must hold {tower.name!r}, got {sorted(batch.sequences)}; "
-                    "add the sequence or drop its tower from the config."
-                )
-            sequence = batch.sequences[tower.name]
-            num_events = sequence.age.shape[0]
-            where = f"batch.sequences[{tower.name!r}]"
-            shapes[f"{where}.offsets"] = (f"{where}.offsets", sequence.offsets, (num_samples + 1,))
-            shapes[f"{where}.dense"] = (f"{where}.dense", sequence.dense, (num_events, tower.num_event_dense))
-            rows |= dict.fromkeys(tower.event_features, num_events)
-        for name, count in rows.items():
-            shapes[name] = (f"embeddings[{name!r}]", embeddings.get(name), (count, config.embedding_dim))
-        for where, tensor, shape in shapes.values():
-            if tensor is None:
-                raise ValueError(f"RankingModel: `{where}` must be given, got {sorted(embeddings)}; look it up.")
-            if tuple(tensor.shape) != shape:
-                raise ValueError(
-                    f"RankingModel: `{where}` must have shape {shape}, got {tuple(tensor.shape)}; "
-                    "make batch and config agree."
-                )

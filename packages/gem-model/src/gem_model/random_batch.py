@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -80,8 +81,10 @@ def random_batch(
         The batch, and feature -> embeddings (B or T, embedding_dim) that require gradients.
 
     Raises:
-        ValueError: if `lengths` does not have one entry per sample for each sequence.
+        ValueError: if `lengths` does not have one entry per sample for each sequence, or a number is out of range.
+        TypeError: if an argument has another type.
     """
+    _check(config, num_samples, lengths, mean_length, max_length, seed)
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -94,7 +97,7 @@ def random_batch(
             uniform = torch.rand(num_samples, generator=generator, dtype=torch.float64)
             drawn = (-torch.log1p(-uniform) * mean_length).long().clamp(max=max_length)
         else:
-            drawn = torch.as_tensor(lengths.get(tower.name, ()), dtype=torch.int64)
+            drawn = _given_lengths(tower.name, lengths.get(tower.name, ()))
             if drawn.shape != (num_samples,):
                 raise ValueError(
                     f"random_batch: `lengths[{tower.name!r}]` must have {num_samples} entries, "
@@ -119,3 +122,61 @@ def random_batch(
     )
     embeddings = {name: normal(count, config.embedding_dim).requires_grad_() for name, count in rows.items()}
     return batch, embeddings
+
+
+def _check(
+    config: RankingConfig,
+    num_samples: int,
+    lengths: Mapping[str, Sequence[int]] | None,
+    mean_length: float,
+    max_length: int,
+    seed: int,
+) -> None:
+    if not isinstance(config, RankingConfig):
+        raise TypeError(
+            f"random_batch: `config` must be a RankingConfig, got {type(config).__name__}; make one, or take one of "
+            "gem_model.presets."
+        )
+    for name, value in (("num_samples", num_samples), ("max_length", max_length), ("seed", seed)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"random_batch: `{name}` must be an int, got {type(value).__name__}; pass int(x).")
+        if value < 0 and name != "seed":
+            raise ValueError(f"random_batch: `{name}` must be >= 0, got {value}; 0 is allowed.")
+    if isinstance(mean_length, bool) or not isinstance(mean_length, int | float):
+        raise TypeError(
+            f"random_batch: `mean_length` must be a number, got {type(mean_length).__name__}; pass float(x)."
+        )
+    if not 0.0 <= mean_length < math.inf:
+        raise ValueError(f"random_batch: `mean_length` must be >= 0 events and finite, got {mean_length}; shorten it.")
+    if lengths is None:
+        return
+    if not isinstance(lengths, Mapping):
+        raise TypeError(
+            f"random_batch: `lengths` must map sequences to lengths, got {type(lengths).__name__}; pass a dict."
+        )
+    unknown = sorted(set(lengths) - {tower.name for tower in config.sequences})
+    if unknown:
+        known = ", ".join(repr(tower.name) for tower in config.sequences)
+        raise ValueError(
+            f"random_batch: `lengths` must name sequences of the config, {known or 'which has none'}, "
+            f"got {unknown[0]!r}; rename or drop it."
+        )
+
+
+def _given_lengths(sequence: str, lengths: Sequence[int]) -> Tensor:
+    try:
+        given = torch.as_tensor(lengths)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"random_batch: `lengths[{sequence!r}]` must be ints, got {lengths!r}; give one length per sample."
+        ) from error
+    # No lengths at all are floats to torch.
+    if given.numel() and (given.dtype.is_floating_point or given.dtype.is_complex or given.dtype == torch.bool):
+        raise TypeError(
+            f"random_batch: `lengths[{sequence!r}]` must be ints, got {given.dtype}; give one length per sample."
+        )
+    if given.numel() and int(given.min()) < 0:
+        raise ValueError(
+            f"random_batch: `lengths[{sequence!r}]` must be >= 0 events, got {int(given.min())}; 0 is an empty history."
+        )
+    return given.to(torch.int64)
