@@ -39,7 +39,7 @@ TOY = DatasetSchema(
     event_columns=(
         Column(name="user_id", kind="int", minimum=0),
         Column(name="item_id", kind="string"),
-        Column(name="timestamp", kind="int", minimum=0, maximum=2**33),
+        Column(name="timestamp", kind="int", minimum=0),
         Column(name="stars", kind="float", minimum=0, maximum=5),
         Column(name="bought", kind="int", minimum=0, maximum=1),
         Column(name="complete", kind="int", minimum=0, maximum=1),

@@ -111,6 +111,14 @@ def test_good_files_of_that_form_train_without_the_scores_of_other_data(
         assert "LightGBM" not in text
 
 
+def test_training_labels_that_are_all_alike_are_remarked_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = movielens(tmp_path / "data", rating=lambda x: np.full_like(x, 1.0))
+    assert train(tmp_path / "run", data) == 0
+    said = capsys.readouterr()
+    assert said.err.count("training labels of") == 2
+    assert "training labels of like are 0, so that there is nothing to learn" in said.err
+
+
 @pytest.mark.dist
 def test_an_error_of_the_workers_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = movielens(tmp_path / "data", rating=lambda x: _put(x, 17, np.nan))

@@ -12,11 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_runs import QUICK, assert_same, curve, read_checkpoint
+from cli_runs import QUICK, assert_same, curve, fingerprint, read_checkpoint
 
 from gem_train.checkpoint import Checkpointer
 from gem_train.cli import main
 from gem_train.metrics_log import read_metrics
+from gem_train.run_dir import RunDirectory
 
 LONG = ("--set", "trainer.checkpoint_interval=3", "--set", "trainer.keep_last=99", "--set", "model.dropout=0.1")
 STEPS = 14
@@ -116,6 +117,19 @@ def test_two_processes_follow_one_and_resume_as_one(tmp_path: Path, capfd: pytes
         again = [r["loss"] for r in curve(source) if r["phase"] == "train"]
         assert again == pytest.approx(losses[0], rel=1e-5)
         assert [r["world_size"] for r in read_metrics(source) if r["phase"] == "config"][-1] == int(processes)
+
+
+@pytest.mark.usefixtures("small_data")
+def test_a_run_that_another_process_trains_is_refused_before_anything_is_said_of_it(
+    run_copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(run_copy / "checkpoints")
+    before = fingerprint(run_copy)
+    with RunDirectory(run_copy).hold():
+        assert main(["train", "synthetic", "--out", str(run_copy), "--device", "cpu", "--resume"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"gem: error: --out: another process is training in {run_copy}; wait for its end")
+    assert fingerprint(run_copy) == before
 
 
 @pytest.mark.gpu

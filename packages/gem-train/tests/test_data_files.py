@@ -61,6 +61,11 @@ def milliseconds(events: dict, items: dict) -> None:
     events["timestamp"] = np.asarray(events["timestamp"]) * 1_000_000_000
 
 
+def nanoseconds(events: dict, items: dict) -> None:
+    events["timestamp"] = np.asarray(events["timestamp"])
+    events["timestamp"][3] = 1_700_000_000 * 10**9
+
+
 def as_uint64(events: dict, items: dict) -> None:
     values = np.asarray(events["user_id"]).astype(np.uint64)
     values[5] = 2**63 + 7
@@ -81,7 +86,10 @@ CASES = [
     Case("negative user", put(0, "user_id", 2, -1), "events", "user_id", 2, "must be >= 0", -1),
     Case("stars too high", put(0, "stars", 2, 5.5), "events", "stars", 2, "must be <= 5", 5.5),
     Case("label not binary", put(0, "bought", 7, 2), "events", "bought", 7, "must be <= 1", 2),
-    Case("milliseconds", milliseconds, "events", "timestamp", 0, "must be <= 8589934592"),
+    Case("milliseconds", milliseconds, "events", "timestamp", 0, "the year 2242.*if these are mill.* by 1,000$"),
+    Case(
+        "nanoseconds", nanoseconds, "events", "timestamp", 3, "if these are nanoseconds, divide them by 1,000,000,000"
+    ),
     Case("too large id", as_uint64, "events", "user_id", 5, "must fit int64", 2**63 + 7),
     Case("float user", cast(0, "user_id", pa.float64()), "events", "user_id", None, "an integer type", "double"),
     Case(
@@ -125,6 +133,29 @@ def test_items_given_as_numbers(toy: Any, tmp_path: Path) -> None:
     paths = toy.write(tmp_path, events, items)
     with pytest.raises(DataError, match="a string type, got 'int64'"):
         load_events(paths[0], toy.schema, items=paths[1])
+
+
+def test_a_column_that_is_there_twice(toy: Any, tmp_path: Path) -> None:
+    events, items = toy.columns()
+    paths = toy.write(tmp_path, events, items)
+    table = pq.read_table(paths[0])
+    pq.write_table(table.append_column("stars", table["stars"]), paths[0])
+    with pytest.raises(
+        DataError, match=r"'stars': a column must be in the file once; it holds 2 of this name; drop or"
+    ):
+        load_events(paths[0], toy.schema, items=paths[1])
+
+
+def test_arguments_of_another_type_are_refused(toy: Any, tmp_path: Path) -> None:
+    events, items = toy.write(tmp_path, *toy.columns())
+    with pytest.raises(
+        TypeError, match="`events` must be the path of a Parquet file, got Table; write it with pyarrow"
+    ):
+        load_events(pq.read_table(events), toy.schema, items=items)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="`schema` must be a DatasetSchema, got NoneType"):
+        load_events(events, None, items=items)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="`items` must be the path of a Parquet file, got Table"):
+        load_events(events, toy.schema, items=pq.read_table(items))  # type: ignore[arg-type]
 
 
 def test_not_parquet(toy: Any, tmp_path: Path) -> None:

@@ -64,6 +64,29 @@ def test_refused(case: Case, toy: Any) -> None:
         case.make(toy.schema)
 
 
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (
+            {"labels": Label(task="a", column="stars", op="ge", value=4)},
+            r"tuple of Label, got Label; put a comma .*\(Lab",
+        ),
+        (
+            {"candidate_features": "item"},
+            r"tuple of str, got str; put a comma after it: candidate_features=\('item',\)",
+        ),
+        (
+            {"features": None},
+            "features must be a tuple of CategoricalFeature or BucketFeature, got NoneType; give a tup",
+        ),
+        ({"event_columns": ("user_id",)}, "event_columns must hold Column only, got 'user_id'"),
+    ],
+)
+def test_fields_of_another_type_are_refused(toy: Any, change: dict[str, Any], match: str) -> None:
+    with pytest.raises(TypeError, match=match):
+        replace(toy.schema, **change)
+
+
 def test_label_delay(toy: Any) -> None:
     assert toy.schema.label_delay("bought") == 40
     assert toy.schema.label_delay("stars") == 0

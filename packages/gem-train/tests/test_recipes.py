@@ -116,6 +116,20 @@ def test_an_element_has_two_names_and_one_value() -> None:
         apply_overrides(Outer(), {"several.1.name": "c", "several.b.name": "d"})
 
 
+def test_values_may_be_given_as_they_are() -> None:
+    schema = get("synthetic").schema
+    values = {"trainer.max_steps": 5, "trainer.max_seconds": None, "trainer.select_best": True,
+              "trainer.learning_rate": 0.5, "model.context_features": ("item",),
+              "model.sequences.0.event_features": []}  # fmt: skip
+    config = RunConfig.resolve(get("synthetic"), schema, values)
+    assert (config.trainer.max_steps, config.trainer.max_seconds, config.trainer.select_best) == (5, None, True)
+    assert (config.model.context_features, config.model.sequences[0].event_features) == (("item",), ())
+    with pytest.raises(ConfigError, match=r"^there is no field `trainer.max_step`; the nearest are trainer.max_steps"):
+        RunConfig.resolve(get("synthetic"), schema, {"trainer.max_step": 5})
+    with pytest.raises(ConfigError, match="`max_steps` must be a whole number or none, got 'true'"):
+        RunConfig.resolve(get("synthetic"), schema, {"trainer.max_steps": True})
+
+
 def test_errors_blame_what_was_given_and_how() -> None:
     with pytest.raises(ConfigError, match=r"^--set inner\.size=3: `kinds` must have `size` = 3 .*; the recipe has 2"):
         apply_overrides(Outer(), {"inner.name": "n", "inner.size": "3"})

@@ -35,14 +35,14 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, str]:
     return assignments
 
 
-def apply_overrides(config: T, assignments: Mapping[str, str], *, flags: Mapping[str, str] | None = None) -> T:
+def apply_overrides(config: T, assignments: Mapping[str, object], *, flags: Mapping[str, str] | None = None) -> T:
     """A copy of a dataclass with some fields, named by dotted path, parsed from text by their annotation.
 
     A tuple of dataclasses is entered by position or by the `name` of its element: `sequences.history.num_layers=2`.
 
     Args:
         config: A dataclass instance, nested to any depth.
-        assignments: Dotted path -> text.
+        assignments: Dotted path -> text, or the value itself.
         flags: Dotted path -> the option that the user set it with, for the errors; all others came from --set.
 
     Returns:
@@ -55,7 +55,7 @@ def apply_overrides(config: T, assignments: Mapping[str, str], *, flags: Mapping
     flags = flags or {}
     changes = [
         _Change(path.split("."), path, text, f"{flags[path]} {text}" if path in flags else f"--set {path}={text}")
-        for path, text in assignments.items()
+        for path, text in ((path, _given(value)) for path, value in assignments.items())
     ]
     changed: T = _apply(config, changes, config)
     return changed
@@ -235,8 +235,15 @@ def _mismatch(text: str, annotation: Any) -> ConfigError:
     return ConfigError(f"must be {kind_of(annotation)}, got {text!r}")
 
 
+def _given(value: object) -> str:
+    """A value as --set takes it; text as it is."""
+    if isinstance(value, tuple | list):
+        return ",".join(map(str, value))
+    return value if isinstance(value, str) else _as_text(value)
+
+
 def _as_text(value: Any) -> str:
-    """A value as --set takes it."""
+    """A value as errors show it."""
     if isinstance(value, tuple):
         return ",".join(map(str, value)) or "nothing"
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)

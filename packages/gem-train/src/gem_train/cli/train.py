@@ -17,7 +17,7 @@ from gem_train.cli.compare import compare_runs, default_out, final_scores, full_
 from gem_train.cli.output import complain, say
 from gem_train.cli.processes import LAYOUT, describe_layout, layout_assignments, num_processes, start
 from gem_train.cli.table import print_scores
-from gem_train.data import Scoreboard
+from gem_train.data import EventLog, Scoreboard
 from gem_train.doctor import versions
 from gem_train.errors import ConfigError
 from gem_train.interrupt import INTERRUPTED
@@ -130,17 +130,20 @@ def _train(
         )
         if first is not None:
             trainer.resume(first)
+        # Everything that the user can have got wrong has been found by now; from here on the run's files change.
+        world.on_first(lambda: _begin(args, directory, record, held))
+        if first is not None:
             progress.say(f"resumed at step {first}")
         elif args.resume:
             progress.say(f"{directory.path} has no checkpoint yet; beginning at step 0")
+        for note in _labels_alike(log, config.model.tasks):
+            progress.say(note)
         if world.size > 1:
             progress.say(f"{world.size} processes: {describe_layout(parts.dims)}")
         if parts.dense_wire:
             progress.say(f"dense parameters on the wire: {parts.dense_wire}")
         if parts.layers:
             progress.say(f"precision {record.precision}: {_layer_counts(parts)}")
-        # Everything that the user can have got wrong has been found by now; from here on the run's files change.
-        world.on_first(lambda: _begin(args, directory, record, held))
         with _open_log(directory, world, (first or 0) if args.resume else None) as run_log:
             reference = recipe.reference_for(log) if recipe.reference_task in config.model.tasks else None
             if run_log is not None:
@@ -159,6 +162,17 @@ def _begin(args: argparse.Namespace, directory: RunDirectory, record: RunRecord,
     if args.overwrite:
         directory.clear()
     directory.write(record)
+
+
+def _labels_alike(log: EventLog, tasks: tuple[str, ...]) -> list[str]:
+    """What there is to say of tasks whose training samples all have one label."""
+    train = log.samples("train")
+    values = {task: log.labels[task][train] for task in tasks}
+    return [
+        f"note: all {len(train):,} training labels of {task} are {int(labels[0])}, so that there is nothing to learn"
+        for task, labels in values.items()
+        if len(labels) and (labels == labels[0]).all()
+    ]
 
 
 def _open_log(

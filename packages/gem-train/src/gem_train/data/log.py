@@ -17,6 +17,8 @@ from gem_train.data.schema import DatasetSchema, DenseColumn
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+LAST_SECOND = 2**33
+"""In the year 2242. Milliseconds since 1970 passed it after 99 days; features of the clock would be wrong silently."""
 
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
@@ -157,8 +159,19 @@ def load_events(
 
     Raises:
         DataError: if a file breaks a rule of the schema.
+        TypeError: if `events` or `items` is no path, or `schema` no DatasetSchema.
         ValueError: if `items` and the schema's item_columns disagree.
     """
+    for name, path in (("events", events), ("items", items)):
+        if not isinstance(path, str | os.PathLike) and not (name == "items" and path is None):
+            raise TypeError(
+                f"load_events: `{name}` must be the path of a Parquet file, got {type(path).__name__}; write it with "
+                "pyarrow.parquet.write_table first"
+            )
+    if not isinstance(schema, DatasetSchema):
+        raise TypeError(
+            f"load_events: `schema` must be a DatasetSchema, got {type(schema).__name__}; it says what the columns mean"
+        )
     if (items is None) != (not schema.item_columns):
         raise ValueError(
             f"load_events: items must be given exactly when the schema has item_columns, got {items!r} with "
@@ -181,9 +194,10 @@ def build_event_log(schema: DatasetSchema, events: Table, items: Table | None = 
         The log.
 
     Raises:
-        DataError: if an item repeats or is missing, or a split is empty.
+        DataError: if an item repeats or is missing, a timestamp cannot be in seconds, or a split is empty.
     """
     timestamp = events.columns[schema.timestamp].astype(np.int64)
+    _check_seconds(schema, events, timestamp)
     distinct_users, user = np.unique(events.columns[schema.user], return_inverse=True)
     order = np.lexsort((np.arange(events.num_rows), timestamp, user))
     user, timestamp = user[order].astype(np.int64), timestamp[order]
@@ -231,6 +245,24 @@ def build_event_log(schema: DatasetSchema, events: Table, items: Table | None = 
     )
 
 
+def _check_seconds(schema: DatasetSchema, events: Table, timestamp: Int64Array) -> None:
+    late = np.flatnonzero(timestamp > LAST_SECOND)
+    if not late.size:
+        return
+    row = int(late[0])
+    value = int(timestamp[row])
+    units = (("milliseconds", 10**3), ("microseconds", 10**6), ("nanoseconds", 10**9))
+    unit, factor = next((each for each in units if value // each[1] <= LAST_SECOND), units[-1])
+    raise DataError(
+        f"must be seconds since 1970, at most {LAST_SECOND} (the year 2242)",
+        file=events.file,
+        column=schema.timestamp,
+        row=events.file_row(row),
+        value=value,
+        remedy=f"if these are {unit}, divide them by {factor:,}",
+    )
+
+
 def _histories(user: Int64Array, timestamp: Int64Array, num_users: int) -> tuple[Int64Array, Int64Array]:
     """Start of each event's user, and end of the part of the user's events that is strictly earlier."""
     position = np.arange(len(user))
@@ -257,7 +289,7 @@ def _split(
             f"labelled events must exist before timestamp {test_from - rule.gap_seconds}, where the test split begins",
             file=file,
             column=schema.timestamp,
-            remedy="use a smaller test_fraction or gap_seconds, or more data",
+            remedy="give more data, or a smaller test_fraction or gap_seconds in a schema of your own (load_events)",
         )
     validation_from = int(rest[int((1.0 - rule.validation_fraction) * len(rest))])
     if rest[0] >= validation_from:
@@ -265,7 +297,7 @@ def _split(
             f"labelled events must exist before timestamp {validation_from}, where the validation split begins",
             file=file,
             column=schema.timestamp,
-            remedy="use a smaller validation_fraction, or more data",
+            remedy="give more data, or a smaller validation_fraction in a schema of your own (load_events)",
         )
     split = np.full(len(timestamp), -1, dtype=np.int8)
     split[labelled & (timestamp < validation_from)] = SPLITS.index("train")
@@ -301,7 +333,7 @@ def _item_rows(
             column=schema.item,
             row=events.file_row(row),
             value=missing[0].item(),
-            remedy="add the items, or set unknown_items='empty' in the schema",
+            remedy="add the items, or set unknown_items='empty' in a schema of your own (load_events)",
         )
     return rows.astype(np.int64)
 
@@ -354,7 +386,7 @@ def _dense(
                     column=entry.column,
                     row=events.file_row(int(order[worst])),
                     value=float(values[worst]),
-                    remedy="use transform='identity' or give the column a minimum",
+                    remedy="correct or drop such rows, or use transform='identity' in a schema of your own",
                 )
             values = np.log1p(values)
         out[:, k] = values

@@ -18,7 +18,7 @@ MOVIELENS = DatasetSchema(
     event_columns=(
         Column(name="user_id", kind="int", minimum=0, maximum=2**31 - 1),
         Column(name="item_id", kind="int", minimum=0, maximum=2**31 - 1),
-        Column(name="timestamp", kind="int", minimum=0, maximum=2**33),
+        Column(name="timestamp", kind="int", minimum=0),
         Column(name="rating", kind="float", minimum=0.5, maximum=5.0),
     ),
     item_columns=(

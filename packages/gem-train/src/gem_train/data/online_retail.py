@@ -32,7 +32,7 @@ HORIZON_SECONDS = 60 * 86_400
 RAW_EVENT_COLUMNS = (
     Column(name="customer_id", kind="int", minimum=0, maximum=2**31 - 1),
     Column(name="item_id", kind="string"),
-    Column(name="timestamp", kind="int", minimum=0, maximum=2**33),
+    Column(name="timestamp", kind="int", minimum=0),
     Column(name="invoice", kind="string"),
     Column(name="quantity", kind="int"),
     Column(name="unit_price", kind="float"),

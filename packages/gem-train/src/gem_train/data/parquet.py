@@ -53,7 +53,8 @@ def read_table(path: str | os.PathLike[str], columns: Sequence[Column]) -> Table
         The columns, in file order.
 
     Raises:
-        DataError: if the file cannot be read, is empty, lacks a column, or holds a value that a column forbids.
+        DataError: if the file cannot be read, is empty, lacks a column or has it twice, or holds a value that a column
+            forbids.
     """
     file = os.fspath(path)
     if not Path(file).is_file():
@@ -68,6 +69,14 @@ def read_table(path: str | os.PathLike[str], columns: Sequence[Column]) -> Table
                 file=file,
                 column=missing[0],
                 remedy="rename the file's columns or name them in the schema",
+            )
+        repeated = [c.name for c in columns if found.count(c.name) > 1]
+        if repeated:
+            raise DataError(
+                f"a column must be in the file once; it holds {found.count(repeated[0])} of this name",
+                file=file,
+                column=repeated[0],
+                remedy="drop or rename the others",
             )
         arrow = parquet.read(columns=[c.name for c in columns])
     except (pa.ArrowException, OSError) as error:

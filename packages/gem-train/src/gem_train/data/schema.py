@@ -191,6 +191,8 @@ class DatasetSchema:
     split: TimeSplit = TimeSplit()
 
     def __post_init__(self) -> None:
+        for argument, kinds in _ELEMENTS.items():
+            _check_elements(argument, getattr(self, argument), kinds)
         events = {c.name: c for c in self.event_columns}
         items = {c.name: c for c in self.item_columns}
         for role in ("user", "item", "timestamp"):
@@ -296,6 +298,29 @@ class DatasetSchema:
             raise ValueError(
                 f"DatasetSchema: {role} needs a column of kind {' or '.join(kinds)}, {name!r} is {columns[name].kind}"
             )
+
+
+_ELEMENTS: dict[str, tuple[type, ...]] = {
+    "event_columns": (Column,),
+    "item_columns": (Column,),
+    "labels": (Label,),
+    "features": (CategoricalFeature, BucketFeature),
+    "candidate_features": (str,),
+    "history_features": (str,),
+    "context_dense": (str, DenseColumn),
+    "event_dense": (str, DenseColumn),
+}
+
+
+def _check_elements(argument: str, value: object, kinds: tuple[type, ...]) -> None:
+    """Refuses one element in place of a tuple of one, and elements of another kind."""
+    words = " or ".join(kind.__name__ for kind in kinds)
+    if not isinstance(value, tuple | list):
+        remedy = f"put a comma after it: {argument}=({value!r},)" if isinstance(value, kinds) else "give a tuple"
+        raise TypeError(f"DatasetSchema: {argument} must be a tuple of {words}, got {type(value).__name__}; {remedy}")
+    for element in value:
+        if not isinstance(element, kinds):
+            raise TypeError(f"DatasetSchema: {argument} must hold {words} only, got {element!r}; name them all so")
 
 
 def _distinct(argument: str, names: list[str], schema: str) -> None:

@@ -145,7 +145,7 @@ class RunConfig:
         cls,
         recipe: Recipe,
         log: EventLog | DatasetSchema,
-        assignments: Mapping[str, str],
+        assignments: Mapping[str, object],
         *,
         flags: Mapping[str, str] | None = None,
     ) -> "RunConfig":
@@ -155,7 +155,7 @@ class RunConfig:
             recipe: The recipe.
             log: Its data, from which the model's features and priors follow; or `recipe.schema`, which finds the same
                 mistakes before any data is read.
-            assignments: Dotted field name -> text, such as trainer.learning_rate -> 1e-3.
+            assignments: Dotted field name -> value, or its text, such as trainer.learning_rate -> 1e-3.
             flags: Dotted field name -> the option that it was set with, where that is not --set.
 
         Returns:
@@ -206,7 +206,7 @@ def _check_count(field: str, count: int, known: int) -> None:
         raise ConfigError(f"--set model.{field}={count}: the data has {known} columns; leave it at {known}")
 
 
-def _check_sizes(model: RankingConfig, assignments: Mapping[str, str]) -> None:
+def _check_sizes(model: RankingConfig, assignments: Mapping[str, object]) -> None:
     """Refuses widths that no table and no model can have, or that this machine cannot hold."""
     given = [f"--set {name}={text}" for name, text in assignments.items() if name.startswith("model.")]
     if not given:
