@@ -136,6 +136,9 @@ def summarize(reports: Iterable[LayerReport]) -> PrecisionSummary:
 def format_report(reports: Iterable[LayerReport]) -> str:
     """A table for people, a line per layer and one of counts at the end.
 
+    Layers are modules. Attention or products that a model's code calls as functions stay what they are, and nothing
+    from outside can count them; the last line says so.
+
     Args:
         reports: From ``describe``.
     """
@@ -148,5 +151,8 @@ def format_report(reports: Iterable[LayerReport]) -> str:
     ]
     summary = summarize(reports)
     counts = ", ".join(f"{count} {precision}" for precision, count in summary.by_precision)
-    lines.append(f"{summary.num_converted} of {summary.num_layers} layers converted: {counts or 'none'}")
+    lines.append(
+        f"{summary.num_converted} of {summary.num_layers} layers converted: {counts or 'none'}; attention that the "
+        "model calls as a function is no layer and not counted"
+    )
     return "\n".join(lines)
