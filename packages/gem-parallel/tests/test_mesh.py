@@ -103,6 +103,19 @@ def test_for_world():
         ParallelDims.for_world(16, sparse_replicate=0)
 
 
+def test_for_world_checks_the_degrees_that_follow():
+    dims = ParallelDims.for_world(16, dp_replicate=2, sparse_replicate=4)
+    assert ParallelDims.for_world(16, dp_replicate=2, sparse_replicate=4, dp_shard=8, sparse_shard=4) == dims
+    with pytest.raises(
+        ValueError, match=r"`dp_shard` must be 8, .* leave of 16 ranks, got 4; .* set dp_replicate or ep"
+    ):
+        ParallelDims.for_world(16, dp_replicate=2, dp_shard=4)
+    with pytest.raises(ValueError, match=r"`sparse_shard` must be 16, .* got 8; leave it out and set sparse_replicate"):
+        ParallelDims.for_world(16, sparse_shard=8)
+    with pytest.raises(TypeError, match="`dp_shard` must be an int, got str"):
+        ParallelDims.for_world(16, dp_shard="8")
+
+
 def test_describe():
     text = PLACEMENTS[0].dims.describe(POD)
     assert "64 ranks, 8 per host, 32 per zone" in text

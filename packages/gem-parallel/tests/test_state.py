@@ -167,3 +167,22 @@ def test_another_optimizer_takes_the_weights_and_names_the_rest():
         f"tables.{table}.{name}" for table in "ab" for name in ("exp_avg", "exp_avg_sq", "step")
     )
     assert torch.equal(module.state_dict()["tables.a.weight"], source.state_dict()["tables.a.weight"])
+
+
+@pytest.mark.parametrize("key", ["x", "tables", "tables.c.weight", "tables.a.weight.x"])
+def test_an_unknown_key_is_refused_and_changes_nothing(key):
+    source, module = make("adam"), make("adam", seed=9)
+    state = dict(source.state_dict()) | {key: torch.zeros(1)}
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(RuntimeError, match=f'Unexpected key.*"{key}"'):
+        module.load_state_dict(state)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert module.load_state_dict(state, strict=False).unexpected_keys == [key]
+
+
+def test_the_keys_of_neighbours_are_none_of_the_tables():
+    model = torch.nn.ModuleDict({"tables": make("sgd"), "tables2": torch.nn.Linear(2, 2)})
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r'Unexpected key.*"tables\.x"'):
+        model.load_state_dict(state | {"tables.x": torch.zeros(1)})

@@ -118,22 +118,35 @@ class ParallelDims:
 
     @classmethod
     def for_world(
-        cls, world_size: int, *, dp_replicate: int = 1, ep: int = 1, sparse_replicate: int = 1
+        cls,
+        world_size: int,
+        *,
+        dp_replicate: int = 1,
+        ep: int = 1,
+        sparse_replicate: int = 1,
+        dp_shard: int | None = None,
+        sparse_shard: int | None = None,
     ) -> ParallelDims:
         """Shard everything over ``world_size`` ranks, as far as the other degrees leave ranks for it.
+
+        ``dp_shard`` and ``sparse_shard`` follow from the others; one that is given is checked.
 
         Raises:
             TypeError: a number is no int.
             ValueError: ``world_size`` is not a positive multiple of dp_replicate * ep and of sparse_replicate; names
-                the nearest degrees that fit.
+                the nearest degrees that fit. Or a shard degree is not the one that follows.
         """
         numbers = {
             "world_size": world_size,
             "dp_replicate": dp_replicate,
             "ep": ep,
             "sparse_replicate": sparse_replicate,
+            "dp_shard": dp_shard,
+            "sparse_shard": sparse_shard,
         }
         for argument, number in numbers.items():
+            if number is None and argument.endswith("_shard"):
+                continue
             if not isinstance(number, int) or isinstance(number, bool):
                 raise TypeError(
                     f"ParallelDims.for_world: `{argument}` must be an int, got {type(number).__name__} {number!r}; "
@@ -152,6 +165,16 @@ class ParallelDims:
                 raise ValueError(
                     f"ParallelDims.for_world: `world_size` must be a positive multiple of {text} ({factor}), "
                     f"got {world_size}{nearest}"
+                )
+        follows = {
+            "dp_shard": (dp_shard, world_size // (dp_replicate * ep), "dp_replicate or ep"),
+            "sparse_shard": (sparse_shard, world_size // sparse_replicate, "sparse_replicate"),
+        }
+        for axis, (given, rest, others) in follows.items():
+            if given is not None and given != rest:
+                raise ValueError(
+                    f"ParallelDims.for_world: `{axis}` must be {rest}, what the other degrees leave of {world_size} "
+                    f"ranks, got {given}; leave it out and set {others}, or give every degree to ParallelDims"
                 )
         return cls(
             dp_replicate=dp_replicate,

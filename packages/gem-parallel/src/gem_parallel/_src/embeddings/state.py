@@ -146,8 +146,8 @@ def load_tables(
         held = _layout_of(table.shard, table.weight, grid) is not None
         if has_step and held and step_key not in state_dict:
             result.missing.append(step_key)
-    start = f"{prefix}tables."
-    result.unexpected = [key for key in state_dict if key.startswith(start) and key not in known]
+    # Of keys beside the tables, too: the module holds nothing else.
+    result.unexpected = [key for key in state_dict if key.startswith(prefix) and key not in known]
     if len(set(steps.values())) > 1:
         result.errors.append(f"the steps of all tables must be equal, got {steps}")
     if result.errors or (strict and (result.missing or result.unexpected)):
