@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,19 @@ def test_eval_repeats_the_test_score(finished: Path, capsys: pytest.CaptureFixtu
     assert main(["eval", str(finished), "--split", "validation", "--device", "cpu"]) == 0
     assert capsys.readouterr().out.startswith("validation of ")
     assert fingerprint(finished) == before
+
+
+def test_the_record_of_a_run_says_how_it_was_made(finished: Path) -> None:
+    (config,) = [record for record in read_metrics(finished) if record["phase"] == "config"]
+    assert config["settings"]["data.max_history"] == 8
+    assert config["settings"]["model.sequences.history.event_features"][0] == "history.item"
+    recipe = {"data.global_batch_size": 128, "data.max_history": 64, "trainer.max_steps": None}
+    assert {name: config["changed"][name] for name in recipe} == recipe
+    assert "trainer.learning_rate" not in config["changed"]
+    assert datetime.fromisoformat(config["begun"]).utcoffset() == timedelta(0)
+    assert config["commit"] is None or re.fullmatch(r"[0-9a-f]{12}(, changed since)?", config["commit"])
+    text = (finished / "report.html").read_text()
+    assert "<h2>Settings</h2>" in text
 
 
 def test_report_is_written_again(run_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from gem_train.data import SCOREBOARD
 from gem_train.metrics import BinaryMetrics
 from gem_train.metrics_log import FILE_NAME, MetricsLog, read_metrics
 from gem_train.report import write_report
-from gem_train.report.figures import si, wilson
+from gem_train.report.figures import Curve, Level, curves, si, wilson
 from gem_train.report.run import Bar, load_run
 from gem_train.report.sections import verdict
 
@@ -216,8 +216,59 @@ def test_without_peak_says_why(tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "demo", device_peak=None, device="cpu", mfu_reason=why, num_devices=1)
     page = Page(write_report(run_dir).read_text(encoding="utf-8"))
     assert why in page.text
-    assert "none MFU, end to end" in page.text
+    assert "MFU, end to end" not in page.text
     assert "peak of one device" not in page.text
+
+
+SETTINGS = {"trainer.learning_rate": 0.05, "data.global_batch_size": 256, "data.epochs": 1, "trainer.keep_last": 2,
+            "model.tasks": ["like", "favourite"], "trainer.max_steps": None}  # fmt: skip
+
+
+def test_settings_dates_and_commit_are_shown(tmp_path: Path) -> None:
+    changed = {"trainer.learning_rate": 0.002}
+    first = {"begun": "2026-11-30T07:30:12+00:00", "commit": "0123456789ab, changed since"}
+    run_dir = write_run(tmp_path / "demo", settings=SETTINGS, changed=changed, **first)
+    with MetricsLog(run_dir) as log:
+        log.write("config", run="demo", start_step=1000, begun="2026-12-01T08:00:00+00:00")
+    page = Page(write_report(run_dir).read_text(encoding="utf-8"))
+    for part in (
+        "setting this run recipe trainer.learning_rate 0.05 0.002 All 6 settings", "data.global_batch_size 256",
+        "model.tasks like, favourite", "trainer.max_steps none", "begun 2026-11-30 07:30 UTC",
+        "resumed at step 1,000, last 2026-12-01 08:00 UTC", "commit 0123456789ab, changed since",
+    ):  # fmt: skip
+        assert part in page.text, part
+    plain = write_run(tmp_path / "plain", settings=SETTINGS, changed={})
+    assert "All settings are the recipe's." in Page(write_report(plain).read_text(encoding="utf-8")).text
+
+
+def test_a_comparison_names_the_settings_that_differ(tmp_path: Path) -> None:
+    ours = write_run(tmp_path / "bf16", settings=SETTINGS)
+    theirs = {
+        "same": SETTINGS | {"trainer.keep_last": 9},
+        "other": SETTINGS | {"trainer.learning_rate": 0.002},
+        "old": None,
+    }
+    others = [write_run(tmp_path / name, settings=values) for name, values in theirs.items()]
+    page = Page(write_report(ours, compare=others).read_text(encoding="utf-8"))
+    for part in (
+        "same has the same settings, length, layout", "settings that differ other this run trainer.learning_rate "
+        "0.002 0.05", "Whether old has other settings was not recorded.",
+    ):  # fmt: skip
+        assert part in page.text, part
+
+
+def test_a_narrow_screen_scrolls_tables_and_not_the_page(tmp_path: Path) -> None:
+    html = write_report(write_run(tmp_path / "demo")).read_text(encoding="utf-8")
+    assert html.count("<table>") == html.count("<div class=wide><table>") > 5
+    assert ".wide { overflow-x: auto; }" in html
+
+
+def test_labels_of_close_levels_do_not_lie_on_each_other() -> None:
+    line = Curve("validation", [0.0, 1.0], [0.7, 0.9], "#000000", marked=True)
+    levels = [Level("the first (test)", 0.861), Level("the second (test)", 0.865)]
+    svg = curves("AUC", [line], ylabel="AUC", levels=levels, alt="")
+    heights = [float(y) for y in re.findall(r'<text [^>]* y="([\d.]+)"[^>]*>the (?:first|second) \(test\)', svg)]
+    assert abs(heights[0] - heights[1]) > 8, "points, of letters that are 8 high"
 
 
 def test_young_run(tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ import subprocess
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-__all__ = ["Diagnosis", "Finding", "examine", "format_diagnosis", "versions"]
+__all__ = ["Diagnosis", "Finding", "commit", "examine", "format_diagnosis", "versions"]
 
 PACKAGES = ("gem_kernels", "gem_precision", "gem_parallel", "gem_model", "gem_train")
 _LIBRARIES = ("torch", "triton", "fbgemm-gpu", "fbgemm-gpu-cpu", "transformer-engine", "numpy", "pyarrow")
@@ -80,6 +81,26 @@ def versions() -> dict[str, str]:
         except Exception:
             continue  # a broken package is a finding, not a version
     return found
+
+
+def commit() -> str | None:
+    """The commit of the checkout that gem-train runs from, with a word if it was changed since; None outside of one."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    # An environment can lie inside of another project's checkout.
+    if git("ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return None
+    found = git("rev-parse", "--short=12", "HEAD")
+    changed = git("status", "--porcelain", "--untracked-files=no", ":/packages")
+    return f"{found}, changed since" if found and changed else found
 
 
 def examine() -> Diagnosis:

@@ -11,7 +11,9 @@ phase "config": one line per process start.
     num_devices: int. seed: int. reference: list of {"predictor", "ne", "auc"}, the task's published or measured
     bars, and reference_task: the task they are for. reference_standard_error: of an NE on their test split, or null.
     reference_note: why there are no bars, where the data is not theirs. layers: list of {"fqn", "kind", "precision",
-    "backend", "reason"}, the precision report. versions: package to version. start_step: the step resumed from, else 0.
+    "backend", "reason"}, the precision report. settings: dotted name to value. changed: settings that are not the
+    recipe's, to the recipe's value. begun: time, ISO 8601 in UTC. commit: of the checkout that the packages lie in, or
+    null. versions: package to version. start_step: the step resumed from, else 0.
 phase "train": one line per logging interval, its values over that interval.
     step: steps done. samples: samples done, of all ranks. seconds: wall time of the interval. loss: mean of the
     weighted loss per sample. samples_per_second. flops_per_second: model FLOPs, of all ranks. flops_per_sample.

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,12 @@ from gem_train.cli.output import complain, say
 from gem_train.cli.processes import LAYOUT, describe_layout, layout_assignments, num_processes, start
 from gem_train.cli.table import print_scores
 from gem_train.data import EventLog, Scoreboard
-from gem_train.doctor import versions
+from gem_train.doctor import commit, versions
 from gem_train.errors import ConfigError
 from gem_train.interrupt import INTERRUPTED
 from gem_train.launch import is_worker, join, leave
 from gem_train.mfu import device_peak
-from gem_train.overrides import parse_assignments
+from gem_train.overrides import field_values, parse_assignments
 from gem_train.progress import SilentProgress, make_progress
 from gem_train.report import write_report
 from gem_train.run_dir import CHANGEABLE, RunDirectory, RunRecord
@@ -148,7 +149,7 @@ def _train(
             reference = recipe.reference_for(log) if recipe.reference_task in config.model.tasks else None
             if run_log is not None:
                 values = _config_record(recipe, config, parts, world, directory, record, first or 0)
-                run_log.write("config", values | _reference_values(reference))
+                run_log.write("config", values | _settings_values(recipe, config, log) | _reference_values(reference))
             result = trainer.run(run_log)
     if world.is_first:
         _conclude(args, recipe, directory, result, reference)
@@ -308,8 +309,19 @@ def _config_record(
         "seed": config.trainer.seed,
         "reference_task": recipe.reference_task,
         "layers": list(parts.layers),
+        "begun": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
         "versions": record.versions,
         "start_step": start,
+    }
+
+
+def _settings_values(recipe: "Recipe", config: "RunConfig", log: EventLog) -> dict[str, Any]:
+    """What the record `config` says of the settings."""
+    settings, plain = field_values(config), field_values(type(config).resolve(recipe, log, {}))
+    return {
+        "settings": settings,
+        "changed": {name: plain.get(name) for name, value in settings.items() if plain.get(name) != value},
     }
 
 

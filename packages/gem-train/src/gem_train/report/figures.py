@@ -73,14 +73,16 @@ def curves(title: str, lines: Sequence[Curve], *, ylabel: str, levels: Sequence[
             style: dict[str, Any] = {"marker": "o", "markersize": 4} if line.marked else {"alpha": 0.55}
             axes.plot(line.x, line.y, color=line.colour, linewidth=1.6, label=line.label, **style)
         low, high = _range(lines)
-        for level in levels:
-            if low - 0.5 * (high - low) <= level.y <= high + 0.3 * (high - low):
-                axes.axhline(level.y, color="#777777", linewidth=1.0, linestyle=(0, (4, 3)))
-                axes.annotate(
-                    level.label, (0.995, level.y), xycoords=("axes fraction", "data"), xytext=(0, 2),
-                    textcoords="offset points", ha="right", va="bottom", fontsize=8, color="#555555",
-                )  # fmt: skip
-                low, high = min(low, level.y), max(high, level.y)
+        shown = [each for each in levels if low - 0.5 * (high - low) <= each.y <= high + 0.3 * (high - low)]
+        for level in shown:
+            # Two may lie close together: the lower one's label hangs below its line.
+            below = len(shown) > 1 and level.y == min(each.y for each in shown)
+            axes.axhline(level.y, color="#777777", linewidth=1.0, linestyle=(0, (4, 3)))
+            axes.annotate(
+                level.label, (0.995, level.y), xycoords=("axes fraction", "data"), xytext=(0, -2 if below else 2),
+                textcoords="offset points", ha="right", va="top" if below else "bottom", fontsize=8, color="#555555",
+            )  # fmt: skip
+        low, high = min([low, *(each.y for each in shown)]), max([high, *(each.y for each in shown)])
         margin = 0.06 * (high - low)
         axes.set_ylim(low - margin, high + margin)
         axes.set_title(title, loc="left", fontsize=11, fontweight="bold")

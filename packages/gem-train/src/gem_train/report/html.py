@@ -20,6 +20,7 @@ p { margin: 6px 0 12px; max-width: 76ch; } .sub { color: #555; margin: 0 0 16px;
 .card { flex: 1 1 130px; border: 1px solid #ddd; border-radius: 6px; padding: 8px 12px; }
 .card b { display: block; font-size: 22px; font-variant-numeric: tabular-nums; line-height: 1.3; }
 .card span { color: #555; font-size: 13px; }
+.wide { overflow-x: auto; } details { margin: 8px 0 14px; } summary { cursor: pointer; }
 table { border-collapse: collapse; margin: 8px 0 14px; } caption { text-align: left; color: #555; padding-bottom: 4px; }
 th, td { padding: 4px 14px 4px 0; text-align: left; border-bottom: 1px solid #eee; vertical-align: top; }
 th { color: #444; font-weight: 600; border-bottom: 1px solid #bbb; }
@@ -28,7 +29,7 @@ tr.this td { background: #eef5fa; font-weight: 600; }
 td.bar { min-width: 220px; } .bar div { height: 11px; margin-top: 6px; background: #0072B2; border-radius: 2px; }
 .bar div.other { background: #b7c4cd; }
 .plots { display: flex; flex-wrap: wrap; gap: 18px; align-items: flex-start; }
-.plots svg { max-width: 100%; height: auto; }
+.plots svg { max-width: 100%; height: auto; } h1, p, summary { overflow-wrap: anywhere; }
 code { font: 13px ui-monospace, Menlo, Consolas, monospace; } footer { color: #666; font-size: 13px; margin-top: 40px; }
 @media print { body { max-width: none; padding: 0; } h2 { break-after: avoid; } table, svg { break-inside: avoid; } }
 """
@@ -83,7 +84,7 @@ def table(
         this: Rows that stand out.
     """
     right, marked = set(numeric), set(this)
-    out = ["<table><thead><tr>"]
+    out = ["<div class=wide><table><thead><tr>"]  # on a narrow screen a table scrolls, and not the page
     out += [f"<th{' class=n' if k in right else ''}>{text(title)}</th>" for k, title in enumerate(head)]
     out.append("</tr></thead><tbody>")
     for r, row in enumerate(rows):
@@ -94,8 +95,18 @@ def table(
             else:
                 out.append(f"<td{' class=n' if k in right else ''}>{text(cell)}</td>")
         out.append("</tr>")
-    out.append("</tbody></table>")
+    out.append("</tbody></table></div>")
     return Raw("".join(out))
+
+
+def folded(title: str, content: Raw) -> Raw:
+    """What is shown on request.
+
+    Args:
+        title: Always seen.
+        content: Seen once it is opened.
+    """
+    return Raw(f"<details><summary>{text(title)}</summary>{content}</details>")
 
 
 def bar(share: float, *, other: bool = False) -> Raw:

@@ -42,6 +42,7 @@ def write_report(
         sections.learning(runs),
         sections.calibration(run),
         sections.throughput(run),
+        sections.settings(run),
         sections.layout(run),
         sections.balance(run),
         sections.details(run),

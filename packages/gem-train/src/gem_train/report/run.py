@@ -43,6 +43,8 @@ class Run:
     """The config lines merged, later ones winning."""
     starts: tuple[int, ...]
     """Steps at which processes started: 0, and the step of each resume."""
+    begun: tuple[str, ...]
+    """When they did, of those that say so: ISO 8601, UTC."""
     train: tuple[Line, ...]
     evaluations: dict[str, tuple[Line, ...]]
     """Split to its lines."""
@@ -156,6 +158,7 @@ def load_run(run_dir: str | os.PathLike[str]) -> Run:
         name=str(config.get("run") or Path(run_dir).resolve().name),
         config=config,
         starts=tuple(int(line.get("start_step") or 0) for line in lines if line["phase"] == "config"),
+        begun=tuple(str(line["begun"]) for line in lines if line["phase"] == "config" and line.get("begun")),
         train=tuple(line for line in lines if line["phase"] == "train"),
         evaluations={
             split: tuple(line for line in lines if line["phase"] == split) for split in ("validation", "test")
@@ -165,7 +168,7 @@ def load_run(run_dir: str | os.PathLike[str]) -> Run:
     )
     if not run.train and run.result_split is None:
         raise ValueError(
-            f"load_run: {os.fspath(run_dir)!r} must hold a train or evaluation line, got {len(lines)} lines without; "
+            f"{os.fspath(run_dir)!r} must hold a train or evaluation line, got {len(lines)} lines without; "
             "wait for the first logging interval"
         )
     return run

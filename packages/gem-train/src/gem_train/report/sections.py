@@ -8,8 +8,9 @@ from typing import Any
 
 from gem_train.report import figures
 from gem_train.report.figures import COLOURS, Curve, Level, si
-from gem_train.report.html import Raw, bar, card, number, percent, table, text
+from gem_train.report.html import Raw, bar, card, folded, number, percent, table, text
 from gem_train.report.run import Bar, Line, Run
+from gem_train.run_dir import CHANGEABLE, Setting, differing
 
 
 def header(run: Run) -> Raw:
@@ -21,6 +22,7 @@ def header(run: Run) -> Raw:
         config.get("precision"),
         _devices(run),
         config.get("seed") is not None and f"seed {config['seed']}",
+        run.begun and _minute(run.begun[0]),
     ]
     out = [f"<h1>{text(run.name)}</h1>", f"<p class=sub>{text(' · '.join(str(f) for f in facts if f))}</p>"]
     warning = _ending(run)
@@ -40,7 +42,7 @@ def header(run: Run) -> Raw:
         card("calibration", number(result.get("calibration"), 3)),
         card("samples trained", "–" if run.samples is None else si(run.samples), f"{run.step or 0:,} steps"),
         card("samples per second", "–" if account.samples_per_second is None else si(account.samples_per_second)),
-        card("MFU, end to end", percent(mfu) if mfu is not None else "none"),
+        *([] if mfu is None else [card("MFU, end to end", percent(mfu))]),
     ]
     out.append(f"<div class=cards>{''.join(cards)}</div>")
     return Raw("".join(out))
@@ -119,6 +121,9 @@ def results(run: Run) -> Raw:
     out.append(
         "<p>NE is the log loss divided by the entropy of the evaluated samples' own mean label: 1 is no better than "
         "that mean, lower is better. Calibration is the mean prediction divided by the mean label.</p>"
+        "<p>The splits follow each other in time, with partly other users and other mean labels, and the history of a "
+        "sample holds all events before it, those of its own split included: compare an NE with that of another model "
+        "on the same split, not with that of another split.</p>"
     )
     if alike:
         out.append(
@@ -145,7 +150,7 @@ def results(run: Run) -> Raw:
         if error is not None:
             out.append(
                 f"<p>The standard error of an NE on this split is {error:g}: a predictor within {2 * error:g} of this "
-                "run is level with it.</p>"
+                "run is level with it. It is how far an NE would typically move with other users of the same kind.</p>"
             )
         columns = ["predictor", "NE", "AUC", "NE against this run", "entropy explained, 1 − NE"]
         out.append(table(columns, body, numeric=(1, 2, 3), this=(own_row,)))
@@ -254,6 +259,22 @@ def throughput(run: Run) -> Raw:
     return Raw("".join(out))
 
 
+def settings(run: Run) -> Raw:
+    """What was changed in the recipe, and all settings."""
+    values: Line = run.config.get("settings") or {}
+    if not values:
+        return Raw("")
+    recipe: Line = run.config.get("changed") or {}
+    changed = [[_code(name), _value(values.get(name)), _value(theirs)] for name, theirs in recipe.items()]
+    rows = [[_code(name), _value(value)] for name, value in values.items()]
+    head = ["setting", "this run", "recipe"]
+    return Raw(
+        "<h2>Settings</h2>"
+        + (table(head, changed) if changed else "<p>All settings are the recipe's.</p>")
+        + folded(f"All {len(rows)} settings", table(head[:2], rows))
+    )
+
+
 def layout(run: Run) -> Raw:
     """Parallel axes, parameters and the precision report."""
     out = []
@@ -268,7 +289,7 @@ def layout(run: Run) -> Raw:
     layers = run.config.get("layers") or ()
     if layers:
         keys = ("fqn", "kind", "precision", "backend", "reason")
-        body = [[Raw(f"<code>{text(row.get('fqn'))}</code>"), *(row.get(key) for key in keys[1:])] for row in layers]
+        body = [[_code(row.get("fqn")), *(row.get(key) for key in keys[1:])] for row in layers]
         out += ["<h2>Precision</h2>", table(["module", "kind", "precision", "backend", "reason"], body)]
     return Raw("".join(out))
 
@@ -324,23 +345,58 @@ def comparison(runs: Sequence[Run]) -> Raw:
     head = ["run", "precision", "seed", "steps", "NE", "against this run", "AUC", "calibration", "samples/s", "MFU"]
     return Raw(
         f"<h2>Comparison</h2><p>Task {text(task)}, {text(runs[0].result_split)}. One run each: a difference within the "
-        "spread of seeds says nothing.</p>" + table(head, rows, numeric=range(2, 10), this=(0,))
+        "spread of seeds says nothing.</p>"
+        + table(head, rows, numeric=range(2, 10), this=(0,))
+        + "".join(_settings_beside(runs[0], other) for other in runs[1:])
     )
 
 
+def _settings_beside(run: Run, other: Run) -> str:
+    """In what the settings of another run differ, of those that weights depend on."""
+    theirs, ours = other.config.get("settings"), run.config.get("settings")
+    if not theirs or not ours:
+        return f"<p>Whether {text(other.name)} has other settings was not recorded.</p>"
+    different: list[Setting] = differing(theirs, ours, except_for=CHANGEABLE)
+    if not different:
+        return f"<p>{text(other.name)} has the same settings, length, layout and intervals aside.</p>"
+    rows = [[_code(name), _value(there), _value(here)] for name, there, here in different]
+    return table(["settings that differ", other.name, "this run"], rows)
+
+
 def details(run: Run) -> Raw:
-    """Resumes, checkpoints and versions."""
+    """Dates, resumes, checkpoints, commit and versions."""
     rows: list[list[Any]] = []
+    if run.begun:
+        rows.append(["begun", _minute(run.begun[0])])
     resumes = [f"{step:,}" for step in run.starts if step]
     if resumes:
-        rows.append(["resumed at step", ", ".join(resumes)])
+        when = f", last {_minute(run.begun[-1])}" if len(run.begun) > 1 else ""
+        rows.append(["resumed at step", ", ".join(resumes) + when])
     if run.checkpoints:
         size = run.checkpoints[-1].get("bytes")
         seconds = [c["seconds"] for c in run.checkpoints if c.get("seconds") is not None]
         slowest = f", slowest {max(seconds):.2f} s" if seconds else ""
         rows.append(["checkpoints", f"{len(run.checkpoints)}{slowest}" + (f", last {si(size, 'B')}" if size else "")])
+    if run.config.get("commit"):
+        rows.append(["commit", run.config["commit"]])
     rows += [[name, version] for name, version in (run.config.get("versions") or {}).items()]
     return Raw("<h2>Details</h2>" + table(["", ""], rows)) if rows else Raw("")
+
+
+def _code(name: object) -> Raw:
+    return Raw(f"<code>{text(name)}</code>")
+
+
+def _value(value: object) -> str:
+    """A setting as --set takes it."""
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "nothing"
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def _minute(time: str) -> str:
+    """2026-11-30T07:30:12+00:00 -> 2026-11-30 07:30 UTC."""
+    return f"{time[:16].replace('T', ' ')} UTC"
 
 
 def _devices(run: Run) -> str | None:
