@@ -7,12 +7,15 @@ device. The counts fix the size of every later transfer of the batch.
 
 The state of the check is how many faults there are. If there are any, on any rank, the same exchange runs once more,
 for whose they are.
+
+The learning rates of the ranks travel with the counts, so that comparing them costs no transfer of its own.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -31,9 +34,15 @@ from gem_parallel._src.embeddings.unit_layout import Unit
 
 __all__ = ["Exchanged", "Exchanger", "RankReport"]
 
-NUM_FLAGS = 6
+NUM_FLAGS = 7
 """Leading columns of the counts: refused, malformed places and their first feature, first feature and id out of range,
-number of out-of-range ids."""
+number of out-of-range ids, bits of the learning rate."""
+
+RATE = NUM_FLAGS - 1
+
+HEAD = 1 + NUM_FLAGS + 1
+"""Leading columns between copies: the group's first rank with a fault, its flags, where the learning rate is the
+sender's own, and whether the rates of its group differ."""
 
 COUNTS = "exchange: the exchange of counts"
 
@@ -82,6 +91,9 @@ class Exchanged:
     """Of this rank; None if nothing is wrong."""
     faults: list[RankReport]
     """Ranks with faults; if there are any, there are no requests, on any rank."""
+    rates: dict[int, float] = field(default_factory=dict)
+    """Rank -> learning rate, of those this rank heard of, where not all are equal: then there are no requests, on any
+    rank."""
     groups: list[GroupIds]
     """This rank's ids."""
 
@@ -140,6 +152,7 @@ class Exchanger:
             for group, one in zip(groups, combined, strict=True)
         ]
         self._before = torch.zeros(1, dtype=torch.int64, device=device)
+        self._rate_bits, self._rate = 0, torch.zeros(1, dtype=torch.int64, device=device)
         self._between = torch.full((3,), -1, dtype=torch.int64, device=device)
         self._num_counts = sum(
             plan.num_tables * plan.num_replicas
@@ -155,15 +168,23 @@ class Exchanger:
 
     def _flags_only(self, flags: Sequence[int]) -> Tensor:
         send = torch.zeros(self._grid.num_shards, NUM_FLAGS + self._num_counts, dtype=torch.int64, device=self._device)
-        send[:, :NUM_FLAGS] = to_device(flags, self._device)
+        send[:, :RATE] = to_device(flags, self._device)
+        send[:, RATE] = self._rate
         return send
 
-    def exchange(self, ids: Mapping[str, tuple[Tensor, Tensor]]) -> Exchanged:
-        """Send a batch's ids; if a rank's batch is bad, its details.
+    def _set_rate(self, learning_rate: float) -> None:
+        (bits,) = struct.unpack("<q", struct.pack("<d", learning_rate))
+        if bits != self._rate_bits:
+            # Made on the stream that the host waits for before the next exchange, so that no other can be too early.
+            self._rate_bits, self._rate = bits, torch.full((1,), bits, dtype=torch.int64, device=self._device)
+
+    def exchange(self, ids: Mapping[str, tuple[Tensor, Tensor]], learning_rate: float) -> Exchanged:
+        """Send a batch's ids; if a rank's batch is bad, its details. ``learning_rate`` is compared.
 
         Raises:
             TypeError, ValueError: what the host can see of a bad batch; the other ranks are told.
         """
+        self._set_rate(learning_rate)
         try:
             stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
             batch = self._flattener.flatten(ids, stream)
@@ -195,6 +216,9 @@ class Exchanger:
                 told = [0, *first, sum(report.out_of_range)]
             _, got, others = self._read(self._flags_only(told))
             return Exchanged(requests=[], works=[], report=report, faults=self._faults(got, others), groups=groups)
+        rates = self._rates(got, others)
+        if rates:
+            return Exchanged(requests=[], works=[], report=report, faults=[], groups=groups, rates=rates)
         requests, works = [], []
         column = 0
         for mine, plan, each in zip(groups, self._plans, found, strict=True):
@@ -209,7 +233,7 @@ class Exchanger:
             columns = slice(NUM_FLAGS + column, NUM_FLAGS + column + width)
             request, work = self._send(mine, plan, each, sent[:, columns], got[:, columns].reshape(shape))
             if plan.num_replicas > 1:
-                block = slice(1 + NUM_FLAGS + column * grid.num_shards // plan.num_replicas, None)
+                block = slice(HEAD + column * grid.num_shards // plan.num_replicas, None)
                 size = grid.num_shards * plan.num_tables
                 theirs = others[:, block][:, :size].reshape(grid.num_replicas, grid.num_shards, plan.num_tables)
                 request = self._with_replicas(request, got[:, columns].reshape(shape), theirs)
@@ -252,11 +276,11 @@ class Exchanger:
     def _flags(self, batch: FlatBatch | None) -> Tensor:
         """(NUM_FLAGS,): how many faults there are, and not yet which."""
         if batch is None:
-            return to_device([0, 0, -1, -1, -1, 0], self._device)
+            return to_device([0, 0, -1, -1, -1, 0, self._rate_bits], self._device)
         split = batch.layout.num_values
         num_bad = batch.check.faults[:split].sum().view(1)
         num_malformed = batch.check.faults[split:].sum().view(1) - (batch.layout.num_falls - batch.layout.impossible)
-        return torch.cat([self._before, num_malformed, self._between, num_bad])
+        return torch.cat([self._before, num_malformed, self._between, num_bad, self._rate])
 
     def _read(self, send: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Tell the others, and wait for it: what was sent, what came, and what came from other copies, on the host."""
@@ -274,17 +298,19 @@ class Exchanger:
         """Swap flags and counts in the sharding group, then, between replicas, what each group found.
 
         Returns:
-            The rows of the group's ranks, (L, flags + counts); and per replica (M, 1 + flags + counts of this rank's
-            slice): rank of its group's first fault, its flags, and rows per (group of tables, source, table).
+            The rows of the group's ranks, (L, flags + counts); and per replica (M, HEAD + counts of this rank's slice):
+            ``HEAD``, and rows per (group of tables, source, table).
         """
         grid = self._grid
         received = torch.empty_like(send)
         grid.shards.all_to_all(received, send, what=COUNTS).wait()
         if grid.copies is None:
-            return received, received.new_zeros(0, 1 + NUM_FLAGS)
+            return received, received.new_zeros(0, HEAD)
         bad = _is_bad(received, self._policy)
         first = bad.to(torch.int8).argmax().view(1)
-        head = torch.cat([first, (received[first, :NUM_FLAGS] * bad[first].unsqueeze(1)).flatten()])
+        fault = (received[first, :RATE] * bad[first].unsqueeze(1)).flatten()
+        differs = (received[:, RATE] != self._rate).any().to(torch.int64).view(1)
+        head = torch.cat([first, fault, self._rate, differs])
         blocks = [head.expand(grid.num_replicas, -1)]
         column = NUM_FLAGS
         for plan, sharded in zip(self._plans, self._sharded, strict=True):
@@ -312,6 +338,16 @@ class Exchanger:
                 first = int(others[replica, 0])
                 found.append(_rank_report(grid.rank_of(first, replica), flags[replica].tolist()))
         return sorted(found, key=lambda each: each.rank)
+
+    def _rates(self, got: Tensor, others: Tensor) -> dict[int, float]:
+        """``Exchanged.rates``; if any two ranks differ, every rank finds it in its own group or is told by another."""
+        grid = self._grid
+        rates = {grid.rank_of(rank, grid.replica_rank): bits for rank, bits in enumerate(got[:, RATE].tolist())}
+        for replica, columns in enumerate(others[:, :HEAD].tolist()):
+            rates[grid.rank_of(grid.shard_rank, replica)] = columns[1 + RATE]
+        if set(rates.values()) == {self._rate_bits} and not others[:, HEAD - 1].any():
+            return {}
+        return {rank: struct.unpack("<d", struct.pack("<q", rates[rank]))[0] for rank in sorted(rates)}
 
     def _send(
         self, ids: GroupIds, plan: GroupPlan, found: Distinct, sent: Tensor, got: Tensor

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from gem_parallel._src.embeddings.config import FeatureConfig, IdPolicy, TableConfig
 from gem_parallel._src.embeddings.exchange import RankReport
 from gem_parallel._src.embeddings.ids import BatchReport, GroupIds
 
-__all__ = ["raise_local", "raise_ranks"]
+__all__ = ["raise_local", "raise_ranks", "raise_rates"]
 
 
 def _malformed(feature: FeatureConfig, count: int, own: Sequence[GroupIds]) -> str:
@@ -86,3 +86,18 @@ def raise_ranks(
     feature = features[fault.first_feature]
     text = _out_of_range(feature, tables, fault.first_id, fault.num_out_of_range, fault.num_out_of_range)
     raise IndexError(f"{where}{text}{others}")
+
+
+def raise_rates(rates: Mapping[int, float]) -> NoReturn:
+    """Raise for learning rates that differ, on every rank; ``rates`` are those that this one heard of."""
+    by_rate: dict[float, list[int]] = {}
+    for rank, rate in rates.items():
+        by_rate.setdefault(rate, []).append(rank)
+    got = ", ".join(
+        f"{rate:g} on {f'rank {ranks[0]}' if len(ranks) == 1 else f'ranks {ranks}'}" for rate, ranks in by_rate.items()
+    )
+    more = "" if len(by_rate) > 1 else ", and others among the ranks that hold a copy of the tables with one of these"
+    raise ValueError(
+        f"exchange: learning rates must be equal on all ranks, got {got}{more}; call set_learning_rate with the same "
+        "value on every rank"
+    )

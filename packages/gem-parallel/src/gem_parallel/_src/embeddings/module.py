@@ -24,7 +24,7 @@ from gem_parallel._src.embeddings.config import (
 )
 from gem_parallel._src.embeddings.engine import Engine
 from gem_parallel._src.embeddings.exchange import Exchanger
-from gem_parallel._src.embeddings.faults import raise_local, raise_ranks
+from gem_parallel._src.embeddings.faults import raise_local, raise_ranks, raise_rates
 from gem_parallel._src.embeddings.grid import make_grid
 from gem_parallel._src.embeddings.ids import BatchReport, flatten_ids, summarise
 from gem_parallel._src.embeddings.initial import fill_initial
@@ -53,7 +53,7 @@ class ShardedEmbeddings(nn.Module):
 
     In one process there is no collective and no deduplication. Over several ranks all of them must call ``exchange``,
     ``lookup`` and backward together, also with an empty batch, in the same mode (training or not) and with the same
-    learning rate; a batch that one rank refuses raises on all.
+    learning rate, which is compared; a batch that one rank refuses raises on all.
 
     It is not copied or pickled: the tables are fbgemm's memory, of which a copy would share a part.
 
@@ -225,7 +225,7 @@ class ShardedEmbeddings(nn.Module):
             IndexError: an id outside its table under ``id_policy="error"``. In one process on CUDA it is raised by
                 ``lookup`` of the same batch, before any row is written, so that this call need not wait for the device.
             ValueError: offsets that do not describe bags (raised like IndexError); an unknown feature; a wrong shape or
-                device.
+                device; learning rates that are not equal on all ranks.
             TypeError: a wrong type or dtype.
             RuntimeError: another rank refused its batch.
         """
@@ -256,11 +256,13 @@ class ShardedEmbeddings(nn.Module):
             if self.device.type == "cpu":
                 self._settle(pending)
         else:
-            found = self._exchanger.exchange(ids)
+            found = self._exchanger.exchange(ids, self._learning_rate)
             if found.report is not None:
                 self._count(found.report)
             if found.faults:
                 raise_ranks(found.faults, self._rank, found.groups, self.features, self.tables)
+            if found.rates:
+                raise_rates(found.rates)
             pending = Pending(requests=tuple(found.requests), works=found.works, summary=None, ready=None)
         if self.device.type == "cuda":
             pending.ready = torch.cuda.Event()
@@ -389,7 +391,9 @@ class ShardedEmbeddings(nn.Module):
         return self._learning_rate
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the sparse optimizer's step size, from the next lookup on; equal on all ranks, which is not compared.
+        """Set the sparse optimizer's step size, from the next lookup on.
+
+        Equal on all ranks: the next ``exchange`` compares it, with the counts that the ranks tell each other anyway.
 
         Raises:
             TypeError, ValueError: no number, or one that is negative or not finite.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from gem_parallel._src.embeddings.exchange import NUM_FLAGS
+from gem_parallel._src.embeddings.exchange import HEAD, NUM_FLAGS
 from gem_parallel._src.mesh import ParallelDims
 from gem_parallel._src.param_wire import travels_encoded
 from gem_parallel._src.planner.description import DenseUnit, ModelDescription, Workload
@@ -194,7 +194,7 @@ def sparse_traffic(
             return all_to_all(name, when, over, sizes[0], topology, heaviest=sizes[1], times=times)
 
         counted = group.degree * (NUM_FLAGS + plan.num_columns * copies.degree) * ID_BYTES
-        told = copies.degree * (1 + NUM_FLAGS + plan.num_columns * group.degree) * ID_BYTES
+        told = copies.degree * (HEAD + plan.num_columns * group.degree) * ID_BYTES
         times = plan.num_dims
         found["counts"] = exchange("counts", "exchange", group, (counted, counted), 1)
         found["copy_counts"] = exchange("counts between copies", "exchange", copies, (told, told), 1)
