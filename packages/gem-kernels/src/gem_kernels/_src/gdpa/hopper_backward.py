@@ -133,6 +133,9 @@ def _consume_dkdv(
                 scores = scores * pre_scale
             p = gl.convert_layout(ACTIVATION(scores).to(dtype), p_layout)
             slope = ACTIVATION_DERIVATIVE(scores)
+            if D == 128:
+                # Long past, but ptxas moves no arithmetic over it: slopes computed later would hold twice the registers.
+                mbarrier.wait(ready.index(s), (stage // STAGES) & 1)
             dv = warpgroup_mma(p, do, dv, is_async=True)
             grad = warpgroup_mma_wait(1, deps=[grad])
             ds = gl.convert_layout((slope * grad).to(dtype), p_layout)
@@ -331,6 +334,9 @@ def _consume_dq(
                 if HAS_PRE_SCALE:
                     scores = scores * pre_scale
                 slope = ACTIVATION_DERIVATIVE(scores)
+                if D == 128:
+                    # As above: else it waits for this product ahead of the slopes.
+                    mbarrier.wait(ready.index(s), ((base + j) // STAGES) & 1)
                 grad = warpgroup_mma_wait(0, deps=[grad])
                 ds = gl.convert_layout((slope * grad).to(dtype), p_layout)
                 dq = warpgroup_mma(ds, k_ring.index(s), dq, is_async=True)
