@@ -134,7 +134,7 @@ def _consume_dkdv(
             p = gl.convert_layout(ACTIVATION(scores).to(dtype), p_layout)
             slope = ACTIVATION_DERIVATIVE(scores)
             if D == 128:
-                # Long past, but ptxas moves no arithmetic over it: slopes computed later would hold twice the registers.
+                # Long past, but ptxas moves no arithmetic over it: slopes computed later would hold more registers.
                 mbarrier.wait(ready.index(s), (stage // STAGES) & 1)
             dv = warpgroup_mma(p, do, dv, is_async=True)
             grad = warpgroup_mma_wait(1, deps=[grad])
