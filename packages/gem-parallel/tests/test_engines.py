@@ -16,6 +16,7 @@ FEATURES = [
     "torch_fbgemm_pair",
     "embeddings_cpu",
     "embeddings_cuda",
+    "batch_layout_kernel",
     "adam_cpu",
     "rowwise_adagrad_weight_decay_cpu",
     "nccl",

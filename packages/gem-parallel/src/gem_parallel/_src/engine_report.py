@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.metadata
+import importlib.util
 import re
 import warnings
 from functools import cache
@@ -111,12 +112,25 @@ def _cuda_status(fbgemm: FeatureStatus) -> FeatureStatus:
     return FeatureStatus(feature=name, available=True, reason=f"tables on {torch.cuda.get_device_name()}")
 
 
+def _kernel_status() -> FeatureStatus:
+    name = "batch_layout_kernel"
+    if importlib.util.find_spec("triton") is None:
+        return FeatureStatus(
+            feature=name,
+            available=False,
+            reason="triton is not installed; on CUDA torch's operators lay batches out, with more launches",
+            remedy="pip install triton, on Linux",
+        )
+    return FeatureStatus(feature=name, available=True, reason="on CUDA, in one process, one kernel lays a batch out")
+
+
 def engine_report() -> dict[str, FeatureStatus]:
     """Say what this installation can do.
 
     Returns:
         Feature -> status. ``fbgemm``: the library loads. ``torch_fbgemm_pair``: the versions are a pair this project
         tests (an untested pair may work). ``embeddings_cpu``, ``embeddings_cuda``: tables on that device.
+        ``batch_layout_kernel``: Triton, for tables of one process on CUDA.
         ``adam_cpu``, ``rowwise_adagrad_weight_decay_cpu``: these optimizers for CPU tables. ``nccl``, ``gloo``:
         backends for several ranks. ``collectives_*``: the engines of ``gem_parallel.collectives``, before a group
         narrows them.
@@ -140,7 +154,7 @@ def engine_report() -> dict[str, FeatureStatus]:
             ("rowwise_adagrad_weight_decay_cpu", "row-wise AdaGrad with weight decay"),
         )
     ]
-    rows = [fbgemm, _pair_status(), cpu, _cuda_status(fbgemm), *in_torch]
+    rows = [fbgemm, _pair_status(), cpu, _cuda_status(fbgemm), _kernel_status(), *in_torch]
     for backend in ("nccl", "gloo"):
         available = torch.distributed.is_available() and torch.distributed.is_backend_available(backend)
         rows.append(

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -40,6 +41,12 @@ CPU_EXPANDED = 128
 
 MAX_KEPT = 2**20
 """Elements of what is kept for later batches."""
+
+BLOCK = 2048
+"""Elements of one program of the kernel."""
+
+FIELDS = 8
+"""Numbers that the kernel takes of a segment."""
 
 Kept = TypeVar("Kept")
 
@@ -82,13 +89,29 @@ class Check:
     """(A,) int64 row that takes the place of a bad value, where those are dropped: the one after its table's last."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelPlan:
+    """A batch as ``layout_kernel`` takes it."""
+
+    numbers: NDArray[np.int64]
+    """Of each segment FIELDS numbers: first program, source, elements, largest, shift, place of what it becomes, place
+    of what it was, kind; then each program's segment. Sources are each batch's own."""
+    num_segments: int
+    num_programs: int
+    block: int
+    """Elements of a program."""
+    num_elements: int
+    """Of what it writes."""
+
+
 @dataclass(kw_only=True, slots=True)
 class BatchLayout:
     """Positions in the batch's tensor (L,), of which A are values."""
 
     units: list[UnitLayout]
     parts: list[int]
-    """Lengths, from the first element on: each unit's values, then each unit's offsets of bags, then the rest."""
+    """Lengths, from the first element on: each unit's values, then each unit's offsets of bags, then the rest; with a
+    ``plan``, bags as fbgemm wants them, and then all that came."""
     bounds: Bounds | None
     """None of a large batch."""
     segments: list[Segment]
@@ -115,6 +138,8 @@ class BatchLayout:
     """Every element comes with the batch: no unit is ``counting``."""
     check: Check | None = None
     """Memory for the check of one batch after the other, on one stream."""
+    plan: KernelPlan | None = None
+    """Of a batch that the kernel lays out; there are no bounds, segments and falls then."""
 
 
 def make_check(layout: BatchLayout, device: torch.device, *, drop: bool) -> Check:
@@ -182,6 +207,7 @@ class Structure:
         self._constants = np.array([0, 1, *(number for slot in slots for number in slot)], dtype=np.int64)
         self._kept_bags: dict[tuple[int, tuple[int, ...]], Tensor] = {}
         self._counts: dict[int, Tensor] = {}
+        self._plan_table = self._make_plan_table()
         self._sources = np.array(self._make_sources(count), dtype=np.int64).T.copy()
 
     def _make_sources(self, count: int) -> list[tuple[int, int, int, int, int]]:
@@ -271,6 +297,91 @@ class Structure:
             sizes=parts,
             whole=all(unit.counting is None for unit in units),
         )
+
+    def plan(self, num_values: Sequence[int], num_offsets: Sequence[int]) -> BatchLayout:
+        """As ``lay_out``, for the kernel: nothing is made on the device.
+
+        Segments are each feature's values, then each feature's offsets, then each unit's bags of one id. Bags are
+        written as fbgemm wants them, without the second of two equal offsets between features.
+        """
+        import numpy as np
+
+        sizes = [part.sizes(num_values, num_offsets) for part in self._parts]
+        count = len(self._names)
+        lengths = np.array((*num_values, *num_offsets), dtype=np.int64)
+        ends = lengths.cumsum()
+        starts, total, num_given = ends - lengths, int(ends[count - 1]), int(ends[-1])
+        values, offsets = lengths[:count], lengths[count:]
+        last = values * np.minimum(offsets - 1, 1)
+        units, outputs, bags, places, singles = [], [], [], [], []
+        place, start = total, 0
+        for part, each in zip(self._parts, sizes, strict=True):
+            unit = part.place(each, sum(num_values[part.first : part.end]), start, kept=None, counting=None)
+            units.append(unit)
+            outputs += part.split(each)
+            start += unit.num_values
+            places += [-1] * part.num_single
+            bags.append(0)
+            if part.pooled:
+                single = part.num_mixed(each)
+                singles += [(single, place)] if part.mixed else []
+                # One feature's end is the next one's start.
+                places += accumulate(each[part.num_single : -1], initial=place + single)
+                bags[-1] = unit.num_outputs + 1
+                place += bags[-1]
+        table = self._plan_table.copy()
+        table[: 2 * count, 2], table[count : 2 * count, 3] = lengths, last
+        table[count : 2 * count, 4] = starts[:count] - starts.take(self._first)
+        table[:count, 5], table[count : 2 * count, 5] = starts[:count], places
+        # What came lies behind all that is laid out.
+        table[: 2 * count, 6] = starts + place
+        if singles:
+            table[2 * count :, 2], table[2 * count :, 5] = zip(*singles, strict=True)
+        programs = (table[:, 2] + (BLOCK - 1)) // BLOCK
+        table[:, 0] = programs.cumsum() - programs
+        segments = np.arange(len(table)).repeat(programs)
+        return BatchLayout(
+            units=units,
+            parts=[*(unit.num_values for unit in units), *bags, num_given],
+            bounds=None,
+            segments=[],
+            table=None,
+            num_elements=num_given,
+            num_values=total,
+            num_falls=0,
+            impossible=min(num_offsets) == 1 and bool((last < values).any()),
+            pairs=partial(self._planned_pairs, lengths),
+            outputs=self._outputs,
+            outputs_at=self._outputs_at,
+            sizes=outputs,
+            whole=True,
+            plan=KernelPlan(
+                numbers=np.concatenate((table.reshape(-1), segments)),
+                num_segments=len(table),
+                num_programs=len(segments),
+                block=BLOCK,
+                num_elements=place + num_given,
+            ),
+        )
+
+    def _make_plan_table(self) -> NDArray[np.int64]:
+        """The segments of ``KernelPlan.numbers`` with what all batches of the same features have in common."""
+        import numpy as np
+
+        count = len(self._names)
+        table = np.zeros((2 * count + sum(part.mixed for part in self._parts), FIELDS), dtype=np.int64)
+        table[:count, 3], table[:count, 4] = self._constants[2::3], self._constants[3::3]
+        table[count : 2 * count, 7], table[2 * count :, 7] = 1, 2
+        return table
+
+    def _planned_pairs(self, lengths: NDArray[np.int64]) -> list[tuple[str, int, int, int, int]]:
+        """``BatchLayout.pairs`` of what the kernel lays out."""
+        ends = [0, *lengths.cumsum().tolist()]
+        count = len(self._names)
+        return [
+            (name, ends[at], ends[at + 1], ends[at + count], ends[at + count + 1])
+            for at, name in enumerate(self._names)
+        ]
 
     def _expand(self, table: NDArray[np.int64], count: int, stream: int) -> tuple[Bounds | None, Tensor | None]:
         """The bounds of each element, and the number of each value's table, of what is known per segment.

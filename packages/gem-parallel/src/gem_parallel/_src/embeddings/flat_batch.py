@@ -34,6 +34,7 @@ MAX_ORDERS = 16
 
 INT64 = {torch.int64}
 PAIR = {2}
+UNIT_STRIDE = {(1,)}
 DTYPE = attrgetter("dtype")
 
 
@@ -108,6 +109,7 @@ class Flattener:
         policy: What becomes of bad ids.
         device: Of tables and ids.
         shared: Whether one batch's ``check`` may lie where another's did, which was laid out on the same stream.
+        planned: Whether a kernel lays batches out: ``collect`` is called, and not ``flatten``.
     """
 
     def __init__(
@@ -119,9 +121,12 @@ class Flattener:
         policy: IdPolicy,
         device: torch.device,
         shared: bool,
+        planned: bool = False,
     ) -> None:
         self._units, self._groups, self._features = units, groups, features
         self._policy, self._device, self._shared = policy, device, shared
+        self._planned = planned
+        self._number = -1 if device.type == "cpu" else device.index
         self._hashed = {
             slot.config.name: group.tables[slot.table].config.num_rows
             for group in groups
@@ -131,6 +136,30 @@ class Flattener:
         self._known = {slot.config.name for unit in units for slot in unit.slots}
         self._layouts: dict[object, BatchLayout] = {}
         self._orders: dict[tuple[str, ...], _Order] = {}
+
+    def collect(
+        self, ids: Mapping[str, tuple[Tensor, Tensor]], stream: int
+    ) -> tuple[BatchLayout, tuple[Tensor, ...]] | None:
+        """A batch's tensors in order and their layout, for the kernel; None if it has no features.
+
+        Raises:
+            TypeError, ValueError: what the host can see of a bad batch.
+        """
+        found = self._ordered(ids)
+        if found is None:
+            return None
+        order, parts, names, sizes = found
+        try:
+            fit = set(map(Tensor.get_device, parts)) == {self._number}
+            if set(map(Tensor.stride, parts)) != UNIT_STRIDE:
+                fit = fit and set(map(Tensor.dim, parts)) == {1}
+                parts = tuple(map(Tensor.contiguous, parts))
+        except RuntimeError:
+            # Sparse tensors have no such property.
+            fit = False
+        if not fit:
+            self._refuse(ids)
+        return self._layout(ids, order, (stream, names, sizes)), parts
 
     def flatten(self, ids: Mapping[str, tuple[Tensor, Tensor]], stream: int) -> FlatBatch | None:
         """Lay a batch out and compare it with its bounds; None if it has no features.
@@ -142,6 +171,30 @@ class Flattener:
         Raises:
             TypeError, ValueError: what the host can see of a bad batch.
         """
+        found = self._ordered(ids)
+        if found is None:
+            return None
+        order, parts, names, sizes = found
+        layout = self._layout(ids, order, (stream, names, sizes))
+        try:
+            given = torch.cat(parts if layout.whole else self._with_counting(order, layout, parts))
+        except RuntimeError:
+            # Tensors of two devices, shapes or layouts, most likely; that error names one.
+            flatten_ids(ids, self._groups, self._features, policy=self._policy, device=self._device)
+            raise
+        if given.device != self._device or given.layout is not torch.strided or given.ndim != 1:
+            self._refuse(ids)
+        check, drop = layout.check, self._policy == "drop"
+        if check is None:
+            check = make_check(layout, self._device, drop=drop)
+            if self._shared:
+                layout.check = check
+        return FlatBatch(layout, given, check, drop=drop)
+
+    def _ordered(
+        self, ids: Mapping[str, tuple[Tensor, Tensor]]
+    ) -> tuple[_Order, tuple[Tensor, ...], tuple[str, ...], tuple[int, ...]] | None:
+        """The batch's tensors in order, hashed, with their names and sizes."""
         if not isinstance(ids, Mapping):
             self._refuse(ids)
         names = tuple(ids)
@@ -163,21 +216,7 @@ class Flattener:
             self._refuse(ids)
         if order.hashed:
             parts = self._with_hashes(ids, order, parts)
-        layout = self._layout(ids, order, (stream, names, sizes))
-        try:
-            given = torch.cat(parts if layout.whole else self._with_counting(order, layout, parts))
-        except RuntimeError:
-            # Tensors of two devices, shapes or layouts, most likely; that error names one.
-            flatten_ids(ids, self._groups, self._features, policy=self._policy, device=self._device)
-            raise
-        if given.device != self._device or given.layout is not torch.strided or given.ndim != 1:
-            self._refuse(ids)
-        check, drop = layout.check, self._policy == "drop"
-        if check is None:
-            check = make_check(layout, self._device, drop=drop)
-            if self._shared:
-                layout.check = check
-        return FlatBatch(layout, given, check, drop=drop)
+        return order, parts, names, sizes
 
     def _with_hashes(
         self, ids: Mapping[str, tuple[Tensor, Tensor]], order: _Order, parts: Sequence[Tensor]
@@ -210,11 +249,15 @@ class Flattener:
     ) -> BatchLayout:
         layout = self._layouts.pop(key, None)
         if layout is None:
-            num_values, num_offsets = key[2][: order.num], key[2][order.num :]
-            if min(num_offsets) == 0:
+            num_values, given = key[2][: order.num], key[2][order.num :]
+            if min(given) == 0:
                 self._refuse(ids)
-            layout = order.structure.lay_out(num_values, [num_offsets[at] for at in order.offsets_at], key[0])
-        if layout.num_elements <= MAX_LAYOUT_ELEMENTS:
+            num_offsets = [given[at] for at in order.offsets_at]
+            if self._planned:
+                layout = order.structure.plan(num_values, num_offsets)
+            else:
+                layout = order.structure.lay_out(num_values, num_offsets, key[0])
+        if self._planned or layout.num_elements <= MAX_LAYOUT_ELEMENTS:
             keep_latest(self._layouts, key, layout, MAX_LAYOUTS)
         return layout
 
@@ -228,7 +271,7 @@ class Flattener:
             [feature.name for feature in self._features],
             self._device,
         )
-        runs = structure.runs
+        runs = list(range(len(structure.names))) if self._planned else structure.runs
         found = [place[name] for name in structure.names] + [place[structure.names[run]] + 1 for run in runs]
         order = _Order(
             structure=structure,

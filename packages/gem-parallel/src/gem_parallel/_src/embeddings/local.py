@@ -1,12 +1,14 @@
 """One process: few kernels per batch, and no wait between the ids and the rows.
 
 One fbgemm call per dim sums over the bags of all features (``combined_engine``), of a batch that was laid out and
-clamped to what is valid (``flat_batch``). Whether it had to be is on its way to the host while the lookup runs; a bad
-batch raises before ``lookup`` returns. Until then nothing but valid rows was read, and nothing was written.
+clamped to what is valid, on CUDA by one kernel (``layout_kernel``), else by operators (``flat_batch``). Whether it had
+to be is on its way to the host while the lookup runs; a bad batch raises before ``lookup`` returns. Until then nothing
+but valid rows was read, and nothing was written.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -55,7 +57,10 @@ class LocalPath:
                 self._units.append(_unit(group, engine, first))
                 self._engines.append(engine)
                 first += engine.num_tables
-        self._flattener = Flattener(self._units, groups, features, policy=policy, device=device, shared=True)
+        self._kernel = lays_out_by_kernel(device)
+        self._flattener = Flattener(
+            self._units, groups, features, policy=policy, device=device, shared=True, planned=self._kernel
+        )
         self._flags: list[Flag] = []
         self._anchor = torch.zeros(0, device=device, requires_grad=True)
 
@@ -65,6 +70,8 @@ class LocalPath:
         Raises:
             TypeError, ValueError: what the host can see of a bad batch.
         """
+        if self._kernel:
+            return self._exchange_by_kernel(ids, stream)
         batch = self._flattener.flatten(ids, 0 if stream is None else stream.cuda_stream)
         if batch is None:
             return LocalBatch(layout=None, given=None, safe=None, values=(), bags=(), flag=None)
@@ -76,6 +83,30 @@ class LocalPath:
             kept = unit.kept
             bags.append(None if not unit.num_offsets else offsets if kept is None else offsets.index_select(0, kept))
         return LocalBatch(layout=layout, given=batch.given, safe=batch.safe, values=parts, bags=bags, flag=flag)
+
+    def _exchange_by_kernel(
+        self, ids: Mapping[str, tuple[Tensor, Tensor]], stream: torch.cuda.Stream | None
+    ) -> LocalBatch:
+        found = self._flattener.collect(ids, 0 if stream is None else stream.cuda_stream)
+        if found is None:
+            return LocalBatch(layout=None, given=None, safe=None, values=(), bags=(), flag=None)
+        layout, parts = found
+        # Here and not at the top: only Linux has Triton.
+        from gem_parallel._src.embeddings.layout_kernel import launch
+
+        flag = self._flags.pop() if self._flags else Flag(self._device)
+        drop = self._policy == "drop"
+        if stream is None or torch.cuda.current_device() == self._device.index:
+            cut = launch(layout, parts, flag, drop=drop)
+        else:
+            with torch.cuda.device(self._device):
+                cut = launch(layout, parts, flag, drop=drop)
+        flag.record(stream)
+        bags = [
+            each if unit.num_offsets else None
+            for unit, each in zip(layout.units, cut[len(layout.units) : -1], strict=True)
+        ]
+        return LocalBatch(layout=layout, given=cut[-1], safe=cut[0], values=cut, bags=bags, flag=flag)
 
     def faults(self, batch: LocalBatch) -> BatchIds | None:
         """The batch's ids one by one if the check has found something, else None; waits for the check."""
@@ -136,6 +167,11 @@ class LocalPath:
         for each, sizes in zip(rows, layout.sizes, strict=True):
             parts += each.split(sizes) if len(sizes) > 1 else (each,)
         return dict(zip(layout.outputs, [parts[at] for at in layout.outputs_at], strict=True))
+
+
+def lays_out_by_kernel(device: torch.device) -> bool:
+    """Whether one kernel lays a batch out, or torch's operators do."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def _unit(group: Group, engine: CombinedEngine, first_table: int) -> Unit:
