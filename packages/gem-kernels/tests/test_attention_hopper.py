@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 from gem_kernels._src.attention.hopper import call as hopper_call
 from gem_kernels._src.attention.hopper import launch
-from gem_kernels._src.attention.hopper.schedule import make_schedule, max_chunks
+from gem_kernels._src.attention.hopper.schedule import make_schedule
 from gem_kernels._src.attention.pairing import pair_sequences
 
 
@@ -140,21 +140,6 @@ def test_chunks_cover_every_query_row_once_and_come_with_most_work_first(case, m
     order = [work[row[2]] for row in chunks]
     if len(set(case.lengths_k)) == len(case.lengths_k):
         assert order == sorted(order, reverse=True)
-
-
-@pytest.mark.parametrize("case", SCHEDULES, ids=lambda case: case.id)
-def test_a_chunk_knows_its_sequence_and_its_place_there(case, interpreter):
-    offsets_q, offsets_k = offsets_of(case.lengths_q), offsets_of(case.lengths_k)
-    total, num_sequences = sum(case.lengths_q), len(case.lengths_q)
-    places = torch.full((max_chunks(total, num_sequences, 128), 2), -1, dtype=torch.int32)
-    schedule = make_schedule(offsets_q, offsets_k, total, tile_rows=128, resident_keys=256, max_tiles=8, places=places)
-    count = int(schedule.num_chunks)
-    for (first_q, _rows, first_k, _len_k), (b, before) in zip(
-        schedule.chunks[:count].tolist(), places[:count].tolist(), strict=True
-    ):
-        assert first_k == int(offsets_k[b])
-        assert first_q == int(offsets_q[b]) + before
-        assert before % 128 == 0
 
 
 def test_a_kernel_is_looked_up_once_for_each_kind_of_call(monkeypatch):

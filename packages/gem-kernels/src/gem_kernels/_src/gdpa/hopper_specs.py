@@ -54,25 +54,23 @@ def compile_specs() -> Sequence[CompileSpec]:
                 max_spill_bytes=32,
             ),
         ]
-    specs += [
+    specs.append(
         CompileSpec(
-            id=f"hopper-schedule{'-places' if places else ''}",
+            id="hopper-schedule",
             kernel=_schedule_kernel,
             signature={
                 "offsets_q_ptr": "*i64",
                 "offsets_k_ptr": "*i64",
                 "chunks_ptr": "*i32",
                 "num_chunks_ptr": "*i32",
-                **places,
                 "num_sequences": "i32",
                 "tile_rows": "i32",
                 "resident_keys": "i32",
                 "max_tiles": "i32",
             },
-            constexprs={"SORTED": True, "BLOCK": BLOCK, "OTHERS": OTHERS} | ({} if places else {"places_ptr": None}),
-            aligned=("offsets_q_ptr", "offsets_k_ptr", "chunks_ptr", "num_chunks_ptr", *places),
+            constexprs={"SORTED": True, "BLOCK": BLOCK, "OTHERS": OTHERS},
+            aligned=("offsets_q_ptr", "offsets_k_ptr", "chunks_ptr", "num_chunks_ptr"),
             targets=(90,),
         )
-        for places in ({}, {"places_ptr": "*i32"})
-    ]
+    )
     return specs

@@ -53,7 +53,6 @@ def _schedule_kernel(
     offsets_k_ptr,  # (B + 1,)
     chunks_ptr,  # (N, 4) int32
     num_chunks_ptr,  # (1,) int32
-    places_ptr,  # (N, 2) int32, or None
     num_sequences,
     tile_rows,
     resident_keys,
@@ -85,15 +84,6 @@ def _schedule_kernel(
         tl.store(ptr + 1, tl.minimum(len_q - i * rows, rows), mask=mask)
         tl.store(ptr + 2, first_k, mask=mask)
         tl.store(ptr + 3, len_k, mask=mask)
-        if places_ptr is not None:
-            place = places_ptr + (before + i).to(tl.int64) * 2
-            tl.store(place, b, mask=mask)
-            tl.store(place + 1, i * rows, mask=mask)
-
-
-def max_chunks(total_q: int, num_sequences: int, tile_rows: int) -> int:
-    """Bound on the chunks: each but the last of its sequence holds a whole tile at least."""
-    return min(total_q // tile_rows + num_sequences, total_q)
 
 
 def make_schedule(
@@ -104,7 +94,6 @@ def make_schedule(
     tile_rows: int,
     resident_keys: int,
     max_tiles: int = MAX_TILES,
-    places: Tensor | None = None,
 ) -> Schedule:
     """Cut every sequence into chunks: of one query tile, or of ``max_tiles`` where ``resident_keys`` hold its keys.
 
@@ -115,16 +104,13 @@ def make_schedule(
         tile_rows: Query rows of a tile.
         resident_keys: Keys that a program holds at a time.
         max_tiles: Tiles of a chunk.
-        places: (``max_chunks``, 2) int32, contiguous: takes the number of each chunk's sequence in the batch, and how
-            many query rows of it come before the chunk.
     """
     num_sequences = offsets_q.shape[0] - 1
-    bound = max_chunks(total_q, num_sequences, tile_rows)
+    # Every chunk but the last of its sequence holds a whole tile at least.
+    bound = min(total_q // tile_rows + num_sequences, total_q)
     chunks = torch.empty(bound, 4, dtype=torch.int32, device=offsets_q.device)
     num_chunks = torch.empty(1, dtype=torch.int32, device=offsets_q.device)
-    arguments = (
-        offsets_q, offsets_k, chunks, num_chunks, places, num_sequences, tile_rows, resident_keys, max_tiles
-    )  # fmt: skip
+    arguments = (offsets_q, offsets_k, chunks, num_chunks, num_sequences, tile_rows, resident_keys, max_tiles)
     constants = {"SORTED": num_sequences <= MAX_SORTED, "BLOCK": BLOCK, "OTHERS": OTHERS}
     call(_schedule_kernel, triton.cdiv(num_sequences, BLOCK), arguments, constants, offsets_q.device)
     return Schedule(chunks, num_chunks)

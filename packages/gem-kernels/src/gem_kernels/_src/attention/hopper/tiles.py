@@ -48,14 +48,8 @@ def zero_rows(tile, num_rows, BLOCK_N: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def store_tile(out_desc, out_ptr, out_tile, out, row, num_rows, channel, stride_ot, D: gl.constexpr):
-    """Write 64 output rows, once all that was on its way out before has left shared memory."""
+    """Write 64 output rows: whole tiles by TMA, the last rows of a sequence one by one."""
     tma.store_wait(pendings=0)
-    store_rows(out_desc, out_ptr, out_tile, out, row, num_rows, channel, stride_ot, D)
-
-
-@gluon.jit
-def store_rows(out_desc, out_ptr, out_tile, out, row, num_rows, channel, stride_ot, D: gl.constexpr):
-    """Write 64 output rows through a tile that is free: whole tiles by TMA, the last rows of a sequence one by one."""
     out_tile.store(out)
     if num_rows >= _ROWS:
         fence_async_shared()
