@@ -136,6 +136,7 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     fused._DEVICES = blocks.NORM_DEVICES = ("cpu",) if arguments.fused else ()
+    blocks._MIN_NORM = 0
     config = getattr(presets, arguments.preset)(
         context_features=tuple(f"c{i}" for i in range(8)),
         num_dense=8,

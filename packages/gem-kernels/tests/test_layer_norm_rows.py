@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
+from gem_kernels._src.eager import launches_directly
 from gem_kernels._src.layer_norm_rows.op import layer_norm_rows_backward_op, layer_norm_rows_op
 from gem_kernels.layer_norm_rows import layer_norm_rows, layer_norm_rows_backward
 from gem_kernels.testing import assert_matches_oracle, summation_floor
@@ -110,6 +112,12 @@ def test_no_row_changes_another(function):
         assert torch.equal(torch.cat((a[:5], a[6:])), torch.cat((b[:5], b[6:])))
 
 
+def test_only_plain_tensors_on_cuda_are_launched_directly():
+    assert not launches_directly(torch.zeros(1))
+    with FakeTensorMode():
+        assert not launches_directly(torch.zeros(1, device="cuda"))
+
+
 def test_opcheck():
     x, grads, direct = CASES[2].inputs(torch.float32)
     torch.library.opcheck(layer_norm_rows_op, (x, 1e-5))
@@ -152,3 +160,7 @@ def test_cuda_matches_autograd(case, dtype):
     results = run(*inputs)
     assert_all_match([x.cpu() for x in results], case.inputs(dtype))
     assert all(torch.equal(a, b) for a, b in zip(results, run(*inputs), strict=True))
+    x, grads, direct = inputs
+    ops = layer_norm_rows_op(x, 1e-5)
+    assert torch.equal(ops[0], results[0])
+    assert torch.equal(layer_norm_rows_backward_op(grads, x, *ops[1:], direct), results[1])

@@ -61,3 +61,4 @@ def test_cuda_is_torchs_transpose(shape, dtype):
     assert torch.equal(out, x.transpose(1, 2))
     grad = torch.randn_like(out)
     assert torch.equal(torch.autograd.grad(out, x, grad)[0], grad.transpose(1, 2))
+    assert torch.equal(transpose_tokens_op(x), out)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gem_model import RankingModel, compile_units, random_batch
+from gem_model._src import blocks
 
 pytestmark = pytest.mark.gpu
 
@@ -15,6 +16,14 @@ LENGTHS = (0, 1, 31, 32, 33, 63, 64, 65, 300, 7)
 @pytest.fixture(params=["tiny", "two_towers"])
 def config(request):
     return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(autouse=True, params=["small", "as-large"])
+def sizes(request, monkeypatch):
+    """Norms and transposes as in small batches, and by the kernels that large ones take."""
+    if request.param == "as-large":
+        monkeypatch.setattr(blocks, "_MIN_NORM", 0)
+        monkeypatch.setattr(blocks, "_MIN_TRANSPOSE", 0)
 
 
 def make(config):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from gem_kernels._src.eager import launches_directly
 from gem_kernels._src.layer_norm_rows.op import layer_norm_rows_backward_op, layer_norm_rows_op
 from gem_kernels._src.validate import check_float, check_same, check_scalar, check_tensor
 
@@ -41,6 +42,13 @@ def layer_norm_rows(x: Tensor, *, eps: float = 1e-5) -> tuple[Tensor, Tensor, Te
     check_scalar("layer_norm_rows", "eps", eps)
     if eps < 0:
         raise ValueError(f"layer_norm_rows: `eps` must be >= 0, got {eps}.")
+    if launches_directly(x):
+        # Imported here: Triton is absent where only the CPU kernels are used.
+        from gem_kernels._src.layer_norm_rows.kernels import launch_forward
+        from gem_kernels._src.norm_linear.rows import check_features
+
+        check_features("layer_norm_rows", x.shape[1])
+        return launch_forward(x, float(eps))
     return layer_norm_rows_op(x, float(eps))
 
 
@@ -83,6 +91,10 @@ def layer_norm_rows_backward(
     for name, statistic in (("mean", mean), ("rstd", rstd)):
         if statistic.shape != x.shape[:1]:
             raise ValueError(f"{op}: `{name}` must have shape (M,) = ({x.shape[0]},), got {tuple(statistic.shape)}.")
+    if launches_directly(x, *given.values()):
+        from gem_kernels._src.layer_norm_rows.kernels import launch_backward
+
+        return launch_backward(grads, x, mean, rstd, direct)
     return layer_norm_rows_backward_op(list(grads), x, mean, rstd, direct)
 
 

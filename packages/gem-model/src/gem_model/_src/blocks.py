@@ -25,6 +25,8 @@ def activation_module(name: str) -> nn.Module:
 NORM_DEVICES = ("cuda",)
 """Where the norms of gem_kernels run: torch's own has a whole block of threads for each short row there."""
 _MAX_NORM = 16384
+_MIN_NORM = _MIN_TRANSPOSE = 2**25
+"""Elements from which a kernel of gem_kernels is worth its launch, which costs the host more than one of torch's."""
 
 
 class _Normalize(torch.autograd.Function):
@@ -50,7 +52,7 @@ def uses_own_norm(x: Tensor) -> bool:
         not torch.compiler.is_compiling()
         and x.device.type in NORM_DEVICES
         and 0 < x.shape[-1] <= _MAX_NORM
-        and x.numel() > 0
+        and x.numel() >= max(_MIN_NORM, 1)
         and not torch.is_autocast_enabled(x.device.type)
     )
 
@@ -86,8 +88,6 @@ class MLP(nn.Sequential):
 
 TRANSPOSE_DEVICES = ("cuda",)
 """Where torch copies a transposed tensor element by element."""
-_MIN_TRANSPOSE = 2**24
-"""Elements from which a transpose of its own is worth the launch; the values are the same either way."""
 
 
 def _is_transposed(x: Tensor) -> bool:
