@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gem_kernels._src.attention.configs import precision_of
 from gem_kernels._src.attention.launch import capability_of, device_guard
+from gem_kernels._src.norm_linear import hopper_launch
 from gem_kernels._src.norm_linear.configs import MAX_FUSED_NORM, select
 from gem_kernels._src.norm_linear.rows import launch_norm_rows, row_major
 
@@ -278,6 +279,8 @@ def launch_rmsnorm_linear(
         normalized = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         _, rrms = launch_norm_rows(x, normalized, None, None, None, is_layer=False, eps=eps)
         return torch.nn.functional.linear(normalized, folded, bias), rrms
+    if hopper_launch.applies(x, folded, norm_of_output=False):
+        return hopper_launch.launch_hopper_rmsnorm_linear(x, folded, bias, eps)
     return launch_fused_rmsnorm_linear(x, folded, bias, eps)
 
 
@@ -332,6 +335,8 @@ def launch_linear_norm(
         if normalized is None:
             return hidden, x.new_empty(0, weight.shape[0]), rstd
         return hidden, normalized, rstd
+    if hopper_launch.applies(x, weight, norm_of_output=True):
+        return hopper_launch.launch_hopper_linear_norm(x, weight, bias, norm_weight, norm_bias, is_layer, eps)
     return launch_fused_linear_norm(x, weight, bias, norm_weight, norm_bias, is_layer, eps)
 
 

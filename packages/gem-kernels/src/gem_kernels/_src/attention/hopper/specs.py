@@ -7,7 +7,9 @@ from typing import Any
 
 from gem_kernels._src.compile_spec import CompileSpec
 
-_TYPES = {"lse_ptr": "*fp32", "chunks_ptr": "*i32", "num_chunks_ptr": "*i32"}
+_TYPES = {"chunks_ptr": "*i32", "num_chunks_ptr": "*i32"} | dict.fromkeys(
+    ("lse_ptr", "mean_ptr", "rstd_ptr", "rrms_ptr"), "*fp32"
+)
 """Of pointers that do not point to elements of q."""
 
 
@@ -16,14 +18,14 @@ def hopper_spec(
     kernel: Any,
     name: str,
     dim: int,
-    tiles: Mapping[str, int],
+    tiles: Mapping[str, int | tuple[int, int]],
     constexprs: Mapping[str, Any],
     *,
     max_spill_bytes: int,
 ) -> CompileSpec:
-    """A Gluon kernel whose arguments are tile descriptors (by rows), pointers, strides, head counts and scales.
+    """A Gluon kernel whose arguments are tile descriptors, pointers, strides, counts, scales and ``eps``.
 
-    ``name`` is the dtype in Triton's notation, bf16 or fp16.
+    ``tiles`` says their rows, of ``dim`` columns, or both. ``name`` is the dtype in Triton's notation, bf16 or fp16.
     """
     # Imported here: only the compile test needs Gluon.
     from triton.experimental.gluon import language as gl
@@ -32,13 +34,14 @@ def hopper_spec(
     signature = {}
     for argument in kernel.arg_names:
         if argument in tiles:
-            rows = tiles[argument]
-            layout = gl.NVMMASharedLayout.get_default_for([rows, dim], dtype)
-            signature[argument] = f"tensordesc<{name}[{rows}, {dim}],{layout!r}>"
+            size = tiles[argument]
+            shape = [size, dim] if isinstance(size, int) else list(size)
+            layout = gl.NVMMASharedLayout.get_default_for(shape, dtype)
+            signature[argument] = f"tensordesc<{name}{shape},{layout!r}>"
         elif argument.endswith("_ptr"):
             signature[argument] = _TYPES.get(argument, f"*{name}")
         elif argument not in constexprs:
-            signature[argument] = "fp32" if "scale" in argument else "i32"
+            signature[argument] = "fp32" if "scale" in argument or argument == "eps" else "i32"
     return CompileSpec(
         id=spec_id,
         kernel=kernel,
