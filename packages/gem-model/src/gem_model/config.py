@@ -129,7 +129,12 @@ class SequenceTowerConfig:
             )
         for kind in self.self_attention:
             _one_of(owner, "self_attention", kind, ("window", "block", "none"))
-        if self.block_size not in (32, 64, 128):
+        if not isinstance(self.project_pooling, bool):
+            raise TypeError(
+                f"{owner}: `project_pooling` must be a bool, got {self.project_pooling!r}; pass True or False."
+            )
+        # A float may equal one of them, and the kernel would not take it.
+        if type(self.block_size) is not int or self.block_size not in (32, 64, 128):
             raise ValueError(f"{owner}: `block_size` must be 32, 64 or 128, got {self.block_size}; choose one.")
         _one_of(owner, "pffn_activation", self.pffn_activation, ACTIVATIONS)
         _check_dropout(owner, self.dropout)
@@ -267,5 +272,7 @@ class RankingConfig:
 
 
 def _check_dropout(owner: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{owner}: `dropout` must be a number, got {value!r}; pass float(x).")
     if not 0.0 <= value < 1.0:
         raise ValueError(f"{owner}: `dropout` must lie in [0, 1), got {value}; 0 leaves it out.")
