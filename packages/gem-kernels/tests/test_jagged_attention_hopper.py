@@ -1,4 +1,4 @@
-"""Hopper's forward of jagged attention: when it is taken, and that it agrees with float64 on the GPU."""
+"""Hopper's kernels of jagged attention: when they are taken, and that they agree with float64 on the GPU."""
 
 import math
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from gem_kernels._src.attention.hopper.launch import portable_only
 from gem_kernels._src.attention.pairing import pair_sequences
 from gem_kernels._src.jagged_attention import hopper_launch
 from gem_kernels._src.jagged_attention.bias import Bias
+from gem_kernels._src.jagged_attention.hopper_stats import launch_stats
 from gem_kernels.testing import assert_matches_oracle, attention_inputs, random_lengths, summation_floor
 
 
@@ -18,58 +19,120 @@ def test_tensors_on_the_cpu_take_the_portable_kernel():
     x = attention_inputs((3,), head_dim=128, dtype=torch.bfloat16)
     pairing = pair_sequences(x.q, x.offsets_q, x.offsets_k, None, x.max_seqlen_q, -1, -1)
     assert not hopper_launch.applies(x.q, x.k, x.v, pairing, -1, -1, Bias())
+    assert not hopper_launch.backward_applies(x.q, x.k, x.v, pairing, x.max_seqlen_k, -1, -1, Bias())
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionCase:
     id: str
-    applies: bool
+    forward: bool = False
+    backward: bool = False
     length_q: int = 128
+    length_k: int = 128
     head_dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
     bias: bool = False
 
 
 SELECTION = [
-    SelectionCase(id="a-whole-tile", applies=True),
-    SelectionCase(id="short-queries", applies=False, length_q=127),
-    SelectionCase(id="head-dim", applies=False, head_dim=64),
-    SelectionCase(id="bias", applies=False, bias=True),
+    SelectionCase(id="whole-tiles", forward=True, backward=True),
+    SelectionCase(id="float16", forward=True, dtype=torch.float16),
+    SelectionCase(id="short-queries", length_q=127),
+    SelectionCase(id="short-keys", forward=True, length_k=127),
+    SelectionCase(id="head-dim", head_dim=64),
+    SelectionCase(id="bias", bias=True),
 ]
 
 
 @pytest.mark.parametrize("case", SELECTION, ids=lambda case: case.id)
-def test_beyond_what_every_hopper_kernel_asks_it_wants_whole_tiles_of_128_channels_without_a_bias(case, monkeypatch):
+def test_beyond_what_every_hopper_kernel_asks_these_want_whole_tiles_without_a_bias(case, monkeypatch):
     monkeypatch.setattr(hopper_launch, "serves", lambda q, *_, head_dims: q.shape[2] in head_dims)
-    x = attention_inputs((case.length_q,), (3,), head_dim=case.head_dim, dtype=torch.bfloat16)
+    x = attention_inputs((case.length_q,), (case.length_k,), head_dim=case.head_dim, dtype=case.dtype)
     pairing = pair_sequences(x.q, x.offsets_q, x.offsets_k, None, x.max_seqlen_q, -1, -1)
     bias = Bias(position=torch.zeros(x.q.shape[1], 3)) if case.bias else Bias()
-    assert hopper_launch.applies(x.q, x.k, x.v, pairing, -1, -1, bias) == case.applies
+    assert hopper_launch.applies(x.q, x.k, x.v, pairing, -1, -1, bias) == case.forward
+    backward = hopper_launch.backward_applies(x.q, x.k, x.v, pairing, x.max_seqlen_k, -1, -1, bias)
+    assert backward == case.backward
 
 
-def test_the_launch_gives_every_argument_of_the_kernel_its_place(monkeypatch):
-    given = {}
+@pytest.fixture
+def recorded(monkeypatch):
+    """Arguments of the kernels in the order of their launches, by name, and what stands in for their schedules."""
+    calls = []
 
     def record(kernel, programs, arguments, constants, device):
         assert kernel.arg_names[len(arguments) :] == list(constants)
-        given.update(zip(kernel.arg_names, arguments, strict=False), **constants, programs=programs)
+        calls.append(dict(zip(kernel.arg_names, arguments, strict=False), **constants, programs=programs))
 
-    chunks, num_chunks = torch.zeros(3, 4, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    def schedule(rows):
+        return torch.zeros(rows, 4, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+
     monkeypatch.setattr(hopper_launch, "call", record)
     monkeypatch.setattr(hopper_launch, "multiprocessors", lambda _: 132)
-    monkeypatch.setattr(hopper_launch, "query_chunks", lambda *_: (chunks, num_chunks))
+    monkeypatch.setattr(hopper_launch, "query_chunks", lambda *_: schedule(3))
+    monkeypatch.setattr(hopper_launch, "make_schedule", lambda _of, _against, total, **_: schedule(total))
+    return calls
+
+
+def check_descriptors(given, tensors, rows):
+    for name, tensor in tensors.items():
+        made = given[f"{name}_desc"]
+        assert made.base is tensor
+        assert made.shape == [tensor.shape[0], tensor.shape[1] * 128]
+        assert made.block_shape == [rows[name], 128]
+
+
+def test_the_forward_launch_gives_every_argument_of_the_kernel_its_place(recorded):
     x = attention_inputs((130,), (70,), num_heads=4, num_heads_kv=2, head_dim=128, dtype=torch.bfloat16)
     out, lse = torch.empty_like(x.q), torch.empty(130, 4)
     hopper_launch.launch_hopper_forward(out, lse, x.q, x.k, x.v, x.offsets_q, x.offsets_k, 0.5)
-    for name, tensor in (("q", x.q), ("k", x.k), ("v", x.v), ("out", out)):
-        assert given[f"{name}_desc"].base is tensor
-        assert given[f"{name}_desc"].shape == [tensor.shape[0], tensor.shape[1] * 128]
+    (given,) = recorded
+    check_descriptors(given, {"q": x.q, "k": x.k, "v": x.v, "out": out}, {"q": 64, "k": 128, "v": 128, "out": 64})
     assert given["out_ptr"] is out
     assert given["lse_ptr"] is lse
     assert given["stride_ot"] == 512
-    assert given["chunks_ptr"] is chunks
-    assert given["num_chunks_ptr"] is num_chunks
+    assert given["chunks_ptr"].shape[0] == 3
+    assert given["num_chunks_ptr"].shape == (1,)
     assert (given["num_heads"], given["GROUP"], given["programs"]) == (4, 2, 132)
     assert given["scale_log2"] == pytest.approx(0.5 * math.log2(math.e))
+
+
+def test_the_backward_launches_give_every_argument_of_the_kernels_its_place(recorded, interpreter):
+    x = attention_inputs((130,), (70,), num_heads=4, num_heads_kv=2, head_dim=128, dtype=torch.bfloat16)
+    out, lse = torch.zeros_like(x.q), torch.zeros(130, 4)
+    saved = (out, lse, x.offsets_q, x.offsets_k)
+    dq, dk, dv = hopper_launch.launch_hopper_backward(x.do, None, x.q, x.k, x.v, *saved, 0.5)
+    for given in recorded:
+        check_descriptors(given, {"q": x.q, "do": x.do}, {"q": 64, "do": 64})
+        assert given["num_chunks_ptr"].shape == (1,)
+        assert (given["GROUP"], given["programs"], given["ds_scale"]) == (2, 132, 0.5)
+        assert given["scale_log2"] == pytest.approx(0.5 * math.log2(math.e))
+    of_keys, of_queries = recorded
+    tiles = {"k": x.k, "v": x.v, "dk": dk, "dv": dv}
+    check_descriptors(of_keys, tiles, {"k": 128, "v": 128, "dk": 64, "dv": 64})
+    assert of_keys["dk_ptr"] is dk
+    assert of_keys["dv_ptr"] is dv
+    assert (of_keys["stride_dt"], of_keys["num_heads_kv"], of_keys["chunks_ptr"].shape[0]) == (256, 2, 70)
+    check_descriptors(of_queries, {"k": x.k, "v": x.v, "dq": dq}, {"k": 64, "v": 64, "dq": 64})
+    assert of_queries["dq_ptr"] is dq
+    assert (of_queries["stride_dt"], of_queries["num_heads"], of_queries["chunks_ptr"].shape[0]) == (512, 4, 130)
+    assert of_keys["stats_ptr"] is of_queries["stats_ptr"]
+    assert of_keys["stats_ptr"].shape == (8, 144)
+    assert of_keys["stride_s"] == of_queries["stride_s"] == 144
+
+
+@pytest.mark.parametrize("has_dlse", [False, True])
+def test_row_statistics_lie_head_by_head(has_dlse, interpreter):
+    x = attention_inputs((37,), num_heads=3, head_dim=64)
+    out = torch.randn(37, 3, 64, generator=torch.Generator().manual_seed(1))
+    lse = x.q.sum(-1)
+    lse[4] = -math.inf
+    dlse = x.k.sum(-1) if has_dlse else None
+    stats = launch_stats(out, x.do, lse, dlse)
+    assert stats.shape == (6, 48)
+    torch.testing.assert_close(stats[::2, :37].T, torch.where(lse == -math.inf, math.inf, lse * math.log2(math.e)))
+    delta = (out * x.do).sum(-1)
+    torch.testing.assert_close(stats[1::2, :37].T, delta - dlse if has_dlse else delta, rtol=1e-5, atol=1e-4)
 
 
 # ---------------------------------------------------------------- on the GPU
@@ -77,22 +140,30 @@ def test_the_launch_gives_every_argument_of_the_kernel_its_place(monkeypatch):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """One entry for each launch of the Hopper kernel so far."""
+    """Names of the launches of Hopper kernels so far."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
-    calls = []
-    launch = hopper_launch.launch_hopper_forward
+    names = []
 
-    def counted(*args):
-        calls.append("forward")
-        return launch(*args)
+    def count(name):
+        launch = getattr(hopper_launch, f"launch_hopper_{name}")
 
-    monkeypatch.setattr(hopper_launch, "launch_hopper_forward", counted)
-    return calls
+        def counted(*args):
+            names.append(name)
+            return launch(*args)
+
+        monkeypatch.setattr(hopper_launch, f"launch_hopper_{name}", counted)
+
+    count("forward")
+    count("backward")
+    return names
 
 
-def call(x, **options):
-    """(out, lse, dq, dk, dv) through autograd; the backward is the portable one."""
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def call(x, dlse=None, **options):
+    """(out, lse, dq, dk, dv) through autograd."""
     q, k, v = (t.detach().requires_grad_() for t in (x.q, x.k, x.v))
     out, lse = jagged_attention(
         q,
@@ -105,13 +176,25 @@ def call(x, **options):
         return_lse=True,
         **options,
     )
-    return (out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), x.do))
+    outputs, gradients = ((out,), (x.do,)) if dlse is None else ((out, lse), (x.do, dlse))
+    return (out.detach(), lse.detach(), *torch.autograd.grad(outputs, (q, k, v), gradients))
 
 
-def by_loop(x, dtype, scale):
-    """(out, lse) of the reference in a dtype."""
+def by_loop(x, dtype, scale, dlse=None):
+    """The same of the reference in a dtype."""
     y = x.to(dtype)
-    return reference.jagged_attention(y.q, y.k, y.v, offsets_q=y.offsets_q, offsets_k=y.offsets_k, scale=scale)
+    options = {"offsets_q": y.offsets_q, "offsets_k": y.offsets_k, "scale": scale}
+    dlse = None if dlse is None else dlse.to(torch.promote_types(dtype, torch.float32))
+    gradients = reference.jagged_attention_backward(y.do, y.q, y.k, y.v, dlse=dlse, **options)
+    return (*reference.jagged_attention(y.q, y.k, y.v, **options), *gradients)
+
+
+def check(x, scale, dlse=None):
+    sides = (x.offsets_q,) * 3 + (x.offsets_k,) * 2
+    expected = by_loop(x, torch.float64, scale, dlse), by_loop(x, x.q.dtype, scale, dlse)
+    for name, actual, oracle, eager, offsets in zip(NAMES, call(x, dlse, scale=scale), *expected, sides, strict=True):
+        floor = summation_floor(oracle, actual.dtype)
+        assert_matches_oracle(name, actual, oracle, eager, offsets=offsets, floor=floor)
 
 
 GPU_LENGTHS = [
@@ -132,30 +215,32 @@ GPU_LENGTHS = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gpu_hopper_matches_oracle(lengths, heads_kv, dtype, launches, poisoned_empty):
     x = attention_inputs(*lengths, num_heads=4, num_heads_kv=heads_kv, head_dim=128, dtype=dtype, device="cuda")
-    scale = 128**-0.5
-    results = zip(
-        ("out", "lse"),
-        call(x, scale=scale)[:2],
-        by_loop(x, torch.float64, scale),
-        by_loop(x, dtype, scale),
-        strict=True,
-    )
-    for name, actual, oracle, eager in results:
-        floor = summation_floor(oracle, actual.dtype)
-        assert_matches_oracle(name, actual, oracle, eager, offsets=x.offsets_q, floor=floor)
-    assert launches == ["forward"]
+    check(x, 128**-0.5)
+    takes_backward = dtype == torch.bfloat16 and x.max_seqlen_k >= 128
+    assert launches == ["forward"] + ["backward"] * takes_backward
+
+
+@pytest.mark.gpu
+def test_gpu_hopper_takes_the_gradient_of_the_lse(launches, poisoned_empty):
+    lengths = ((1, 63, 64, 65, 129, 300), (7, 64, 65, 1, 300, 513))
+    x = attention_inputs(*lengths, num_heads=4, head_dim=128, dtype=torch.bfloat16, device="cuda")
+    dlse = torch.randn(x.q.shape[:2], generator=torch.Generator().manual_seed(1)).cuda()
+    check(x, 0.1, dlse)
+    assert launches == ["forward", "backward"]
 
 
 @pytest.mark.gpu
 def test_gpu_hopper_counts_no_masked_key_where_all_scores_are_far_below_zero(launches):
     x = attention_inputs((200, 7), (300, 65), num_heads=2, head_dim=128, dtype=torch.bfloat16, device="cuda")
     x = x._replace(q=x.q.abs() + 1, k=-x.k.abs() - 1)
-    out, lse, *_ = call(x, scale=0.5)
-    expected, expected_lse = by_loop(x, torch.float64, 0.5)
+    out, lse, *gradients = call(x, scale=0.5)
+    expected, expected_lse, *expected_gradients = by_loop(x, torch.float64, 0.5)
     assert expected_lse.max() < -64
     torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=5e-3)
     torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
-    assert launches == ["forward"]
+    for actual, gradient in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(actual.double(), gradient, rtol=4e-2, atol=4e-2 * float(gradient.abs().max()))
+    assert launches == ["forward", "backward"]
 
 
 @pytest.mark.gpu
@@ -170,7 +255,7 @@ def test_gpu_hopper_without_keys_gives_zero(launches):
 @pytest.mark.gpu
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3.0])
 def test_gpu_hopper_lets_no_sequence_reach_another(value, launches):
-    lengths_q, lengths_k = (70, 33, 150, 9) * 50, (70, 20, 40, 3) * 50
+    lengths_q, lengths_k = (70, 33, 150, 9) * 50, (70, 20, 140, 3) * 50
     x = attention_inputs(lengths_q, lengths_k, num_heads=2, head_dim=128, dtype=torch.bfloat16, device="cuda")
     before = call(x)
     changed = x._replace(q=x.q.clone(), k=x.k.clone(), v=x.v.clone(), do=x.do.clone())
@@ -195,7 +280,7 @@ def test_gpu_hopper_reads_views_of_one_projection(launches):
     from_views = call(x._replace(q=q, k=k, v=v))
     for a, b in zip(from_views, call(x), strict=True):
         assert torch.equal(a, b)
-    assert launches == ["forward"] * 2
+    assert launches == ["forward", "backward"] * 2
 
 
 @pytest.mark.gpu
@@ -208,20 +293,20 @@ def test_gpu_hopper_agrees_with_the_portable_kernel_and_with_itself(launches):
             assert torch.equal(a, b)
     with portable_only():
         portable = call(x)
-    assert launches == ["forward"] * 4
+    assert launches == ["forward", "backward"] * 4
     for a, b in zip(results, portable, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * float(b.abs().max()))
 
 
 @pytest.mark.gpu
-def test_gpu_calls_that_the_hopper_kernel_does_not_serve_take_the_portable_one(launches):
-    x = attention_inputs((130, 3), head_dim=128, dtype=torch.bfloat16, device="cuda")
+def test_gpu_calls_that_the_hopper_kernels_do_not_serve_take_the_portable_ones(launches):
+    lengths = (130, 3)
+    x = attention_inputs(lengths, head_dim=128, dtype=torch.bfloat16, device="cuda")
     call(x, window_size=(5, 5))
     call(x, causal=True)
     call(x, position_bias=torch.zeros(x.q.shape[1], 3, device="cuda"))
-    for other in ({"head_dim": 96}, {"head_dim": 128, "head_dim_v": 64}, {"head_dim": 128, "contiguous": False}):
-        call(attention_inputs((130, 3), dtype=torch.bfloat16, device="cuda", **other))
-    for other in ({"head_dim": 64}, {"head_dim": 128, "dtype": torch.float32}):
-        call(attention_inputs((130, 3), **{"dtype": torch.bfloat16, "device": "cuda", **other}))
+    for other in ({"head_dim": 64}, {"head_dim": 128, "head_dim_v": 64}, {"head_dim": 128, "contiguous": False}):
+        call(attention_inputs(lengths, dtype=torch.bfloat16, device="cuda", **other))
+    call(attention_inputs(lengths, head_dim=128, dtype=torch.float32, device="cuda"))
     call(attention_inputs((127, 3), head_dim=128, dtype=torch.bfloat16, device="cuda"))
     assert not launches

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gem_kernels._src.attention.configs import power_of_two
 from gem_kernels._src.attention.launch import call_flags, clamp_window, device_guard, unit_stride
+from gem_kernels._src.jagged_attention import hopper_launch
 from gem_kernels._src.jagged_attention.backward_dkdv import launch_dkdv
 from gem_kernels._src.jagged_attention.backward_dq import launch_dq_of_rows, launch_dq_of_seeds
 from gem_kernels._src.jagged_attention.bias import Bias, pair_with_bias
@@ -99,6 +100,9 @@ def launch_backward(
     left, right = clamp_window(left, right)
     bias = (bias or Bias()).tables(torch.float32)
     pairing = pair_with_bias(q, offsets_q, offsets_k, request_index, max_seqlen_q, left, right, bias)
+    if hopper_launch.backward_applies(q, k, v, pairing, max_seqlen_k, left, right, bias):
+        offsets = (pairing.offsets_q, pairing.offsets_k)
+        return hopper_launch.launch_hopper_backward(do, dlse, q, k, v, out, lse, *offsets, scale)
     shared = call_flags(q, k, v, left, right) | bias.flags()
     with device_guard(q):
         args = (do, q, k, v, lse, launch_delta(out, do, dlse), pairing, max_seqlen_k, scale, left, right, bias, shared)
