@@ -28,6 +28,54 @@ def test_tensors_on_the_cpu_take_the_portable_kernel():
     assert not hopper_launch.applies(x.q, x.k, x.v, pairing, None, -1, -1)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "activation", "in_pairs", "scale"),
+    [
+        (torch.bfloat16, "fast_gelu", True, 0.3 * 0.25 * 0.5),
+        (torch.float16, "fast_gelu", False, 0.3 * 0.5),
+        (torch.bfloat16, "silu", False, 0.3),
+    ],
+)
+def test_the_forward_leaves_every_factor_that_the_kernel_omits_to_the_output(
+    dtype, activation, in_pairs, scale, monkeypatch
+):
+    given = {}
+
+    def record(kernel, programs, arguments, constants, device):
+        assert kernel.arg_names[len(arguments) :] == list(constants)
+        given.update(zip(kernel.arg_names, arguments, strict=False), **constants)
+
+    chunks = torch.zeros(3, 4, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    monkeypatch.setattr(hopper_launch, "call", record)
+    monkeypatch.setattr(hopper_launch, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(hopper_launch, "query_chunks", lambda *_: chunks)
+    x = attention_inputs((130,), (70,), num_heads=4, num_heads_kv=2, head_dim=128, dtype=dtype)
+    out = torch.empty_like(x.q)
+    hopper_launch.launch_hopper_forward(out, x.q, x.k, x.v, x.offsets_q, x.offsets_k, activation, 0.25, 0.3)
+    assert given["out_ptr"] is out
+    assert (given["num_heads"], given["GROUP"]) == (4, 2)
+    assert (given["IN_PAIRS"], given["HAS_PRE_SCALE"]) == (in_pairs, not in_pairs)
+    assert given["pre_scale"] == 0.25
+    assert given["post_scale"] == pytest.approx(scale)
+
+
+def test_fast_gelu_in_pairs_is_as_exact_as_bfloat16_by_eager():
+    def rounded(x):
+        return x.to(torch.bfloat16).double()
+
+    pre_scale = 0.125
+    scores = torch.linspace(-80, 80, 100_001, dtype=torch.float64)
+    slope, cubic = (rounded(torch.tensor(v.value)) for v in (hopper_activation._SLOPE, hopper_activation._CUBIC))
+    # The steps of the kernel, each with the rounding of its instruction; powers of 2 leave the constants as they are.
+    x = rounded(scores)
+    u = rounded(rounded(rounded(x * x) * (cubic * pre_scale**3) + slope * pre_scale) * x)
+    value = rounded(x * rounded(torch.tanh(u)) + x) * (0.5 * pre_scale)
+    expected = torch.nn.functional.gelu(scores * pre_scale, approximate="tanh")
+    eager = torch.nn.functional.gelu((scores.to(torch.bfloat16) * pre_scale), approximate="tanh").double()
+    error, eager_error = (value - expected).square().mean().sqrt(), (eager - expected).square().mean().sqrt()
+    assert error < 1.2 * eager_error
+
+
 # ---------------------------------------------------------------- on the GPU
 
 

@@ -43,17 +43,23 @@ def launch_hopper_forward(
     """Write ``out`` (T_q, H, D), contiguous, with at least one row; the caller has asked ``applies``."""
     # Imported here: Gluon exists for NVIDIA GPUs only, and not in every Triton.
     from gem_kernels._src.attention.hopper.tiles import ROWS
-    from gem_kernels._src.gdpa.hopper_activation import scaled_activation
+    from gem_kernels._src.gdpa.hopper_activation import pair_activation, scaled_activation
     from gem_kernels._src.gdpa.hopper_forward import _gdpa_hopper_fwd_kernel
 
     if k.shape[0] == 0:
         out.zero_()
         return
     num_heads, dim = q.shape[1:]
-    act = scaled_activation(activation)
+    pairs = pair_activation(activation, q.dtype)
+    if pairs is not None:
+        value, scale = pairs.value, post_scale * pre_scale * pairs.scale
+    else:
+        act = scaled_activation(activation)
+        value, scale = act.value, post_scale * act.value_scale
     constants = {
-        "ACTIVATION": act.value,
-        "HAS_PRE_SCALE": pre_scale != 1.0,
+        "ACTIVATION": value,
+        "IN_PAIRS": pairs is not None,
+        "HAS_PRE_SCALE": pairs is None and pre_scale != 1.0,
         "GROUP": num_heads // k.shape[1],
         "STAGES": STAGES[dim],
         "BLOCK_N": BLOCK_N,
@@ -71,7 +77,7 @@ def launch_hopper_forward(
             *query_chunks(q, offsets_q, offsets_k, BLOCK_N * STAGES[dim]),
             num_heads,
             pre_scale,
-            post_scale * act.value_scale,
+            scale,
         )
         call(_gdpa_hopper_fwd_kernel, multiprocessors(q.device), arguments, constants, q.device)
 

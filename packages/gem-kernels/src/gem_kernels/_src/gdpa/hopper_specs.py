@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from gem_kernels._src.attention.hopper.schedule import BLOCK, OTHERS, _schedule_kernel
 from gem_kernels._src.attention.hopper.specs import hopper_spec
 from gem_kernels._src.compile_spec import CompileSpec
 
 
 def compile_specs() -> Sequence[CompileSpec]:
-    """Every kernel in both head dims and both dtypes, and the kernel that cuts a batch into chunks."""
+    """Every kernel in both head dims and dtypes, the forward with and without pairs, and the one that cuts a batch."""
     # Imported here: only the compile test and CUDA launches need Gluon.
     from gem_kernels._src.attention.hopper.tiles import ROWS, TILE_ROWS
-    from gem_kernels._src.gdpa.hopper_activation import scaled_activation
+    from gem_kernels._src.gdpa.hopper_activation import pair_activation, scaled_activation
     from gem_kernels._src.gdpa.hopper_backward import _gdpa_hopper_dkdv_kernel, _gdpa_hopper_dq_kernel
     from gem_kernels._src.gdpa.hopper_forward import _gdpa_hopper_fwd_kernel
     from gem_kernels._src.gdpa.hopper_launch import BLOCK_N, DKDV_STAGES, DQ_BLOCK_N, DQ_STAGES, STAGES
@@ -21,18 +23,32 @@ def compile_specs() -> Sequence[CompileSpec]:
     act = scaled_activation("fast_gelu")
     value, derivative = {"ACTIVATION": act.value}, {"ACTIVATION_DERIVATIVE": act.derivative}
     specs = []
-    for name, dim in (("bf16", 64), ("bf16", 128), ("fp16", 128)):
-        common = {"HAS_PRE_SCALE": True, "GROUP": 1, "D": dim, "num_warps": 4}
-        specs += [
+    pairs = pair_activation("fast_gelu", torch.bfloat16)
+    assert pairs is not None
+    for name, dim, in_pairs in (("bf16", 64, True), ("bf16", 128, True), ("bf16", 128, False), ("fp16", 128, False)):
+        specs.append(
             hopper_spec(
-                f"hopper-forward-{name}-D{dim}",
+                f"hopper-forward-{name}-D{dim}{'-pairs' if in_pairs else ''}",
                 _gdpa_hopper_fwd_kernel,
                 name,
                 dim,
                 {"q_desc": ROWS, "k_desc": BLOCK_N, "v_desc": BLOCK_N, "out_desc": ROWS},
-                {**common, **value, "STAGES": STAGES[dim], "BLOCK_N": BLOCK_N},
+                {
+                    "ACTIVATION": pairs.value if in_pairs else act.value,
+                    "IN_PAIRS": in_pairs,
+                    "HAS_PRE_SCALE": not in_pairs,
+                    "GROUP": 1,
+                    "STAGES": STAGES[dim],
+                    "BLOCK_N": BLOCK_N,
+                    "D": dim,
+                    "num_warps": 4,
+                },
                 max_spill_bytes=16,
-            ),
+            )
+        )
+    for name, dim in (("bf16", 64), ("bf16", 128), ("fp16", 128)):
+        common = {"HAS_PRE_SCALE": True, "GROUP": 1, "D": dim, "num_warps": 4}
+        specs += [
             hopper_spec(
                 f"hopper-dkdv-{name}-D{dim}",
                 _gdpa_hopper_dkdv_kernel,
