@@ -1,6 +1,7 @@
 """Triton backward of jagged attention, deterministic: no gradient row is written by two programs.
 
 ``delta`` first (row sums of dO * O), then one kernel per side: dK and dV (``backward_dkdv``), dQ (``backward_dq``).
+On Hopper some calls take its own kernels (``hopper_backward``).
 """
 
 from __future__ import annotations

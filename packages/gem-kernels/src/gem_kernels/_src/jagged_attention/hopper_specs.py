@@ -62,7 +62,7 @@ def compile_specs() -> Sequence[CompileSpec]:
                 HEAD_DIM,
                 {"q_desc": ROWS, "do_desc": ROWS, "k_desc": DQ_BLOCK_N, "v_desc": DQ_BLOCK_N, "dq_desc": ROWS},
                 {**common, "STAGES": DQ_STAGES, "BLOCK_N": DQ_BLOCK_N},
-                max_spill_bytes=224,
+                max_spill_bytes=112,
             ),
         ]
         specs += [replace(spec, signature={**spec.signature, "stats_ptr": "*fp32"}) for spec in backward]
