@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -235,4 +236,21 @@ def test_recipes_lists_names_and_fields(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["recipes"]) == 0
     assert "ml-latest-small" in capsys.readouterr().out
     assert main(["recipes", "synthetic"]) == 0
-    assert "model.sequences.history.window" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    for text in (
+        "model.sequences.history.window=32  (a whole number)\n    Events seen on either side by `window` attention.\n",
+        "trainer.decay=cosine  (one of cosine, linear, constant)\n    Form of the fall from the peak to",
+        "trainer.max_steps=none  (a whole number or none)\n    Stop after this many steps; none trains to the end",
+    ):
+        assert text in out
+    fields = [line for line in out.splitlines()[2:] if not line.startswith("    ")]
+    assert len(fields) > 70
+    for line in fields:
+        assert re.fullmatch(r"[\w.]+=\S*( \S+)*  \([^<>]+\)", line), line
+    assert out.count(")\n    ") > 0.9 * len(fields), "nearly all have a text"
+
+
+def test_a_reader_that_goes_away_ends_the_command_without_a_word(tmp_path: Path) -> None:
+    command = f"'{sys.executable}' -m gem_train.cli recipes synthetic | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (141, "")

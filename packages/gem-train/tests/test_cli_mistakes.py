@@ -50,7 +50,22 @@ WRONG = [
     ),
     Wrong("before the data", ("train", "ml-latest-small", "--steps", "-1"), "--steps -1: `max_steps` must"),
     Wrong("plan", ("plan", "explain", "ml-latest-small", "--set", "data.max_history=0"), "`max_history` must"),
-    Wrong("model", ("--set", "model.num_layers=3"), "--set model.num_layers=3: `self_attention`"),
+    Wrong(
+        "layers",
+        ("--set", "model.num_layers=1"),
+        "--set model.num_layers=1: a sequence names the self-attention of each layer: window, block or none; add "
+        "--set model.sequences.history.self_attention=block",
+    ),
+    Wrong(
+        "more layers",
+        ("--set", "model.num_layers=3"),
+        "add --set model.sequences.history.self_attention=block,none,none",
+    ),
+    Wrong(
+        "attention of other layers",
+        ("--set", "model.num_layers=3", "--set", "model.sequences.0.self_attention=block"),
+        "`self_attention` of sequence 'history' must have `num_layers` = 3 entries, got 1; give one kind per layer",
+    ),
     Wrong(
         "given twice",
         ("--seed", "1", "--set", "trainer.seed=2"),

@@ -43,7 +43,7 @@ class TrainerConfig:
     final_learning_rate_ratio: float = 0.0
     """Learning rate at the last planned step, as a fraction of the peak."""
     max_steps: int | None = None
-    """Stop after this many steps; None trains to the end of the data."""
+    """Stop after this many steps; none trains to the end of the data."""
     max_seconds: float | None = None
     """Stop early after this many seconds; the schedule does not follow it, so that results differ by machine."""
     step_timeout_s: float = 300.0

@@ -1,18 +1,22 @@
 """Typed `name.field=value` changes to nested frozen dataclasses."""
 
+import ast
 import dataclasses
 import difflib
+import inspect
+import itertools
 import math
 import re
+import textwrap
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from gem_train.checks import kind_of
 from gem_train.errors import ConfigError
 
-__all__ = ["apply_overrides", "field_values", "parse_assignments"]
+__all__ = ["Field", "apply_overrides", "as_text", "field_values", "list_fields", "parse_assignments"]
 
 T = TypeVar("T")
 
@@ -61,20 +65,69 @@ def apply_overrides(config: T, assignments: Mapping[str, object], *, flags: Mapp
     return changed
 
 
-def field_values(config: Any, prefix: str = "") -> dict[str, Any]:
+class Field(NamedTuple):
+    """A field that can be set."""
+
+    path: str
+    """Dotted."""
+    value: Any
+    takes: str
+    """Type or choices, in words."""
+    meaning: str
+    """The text below the field in its class; empty if there is none."""
+
+
+def list_fields(config: Any) -> list[Field]:
+    """All the fields that can be set, in their order, with what they mean.
+
+    Args:
+        config: A dataclass instance, nested to any depth.
+    """
+    places = list(_walk(config))
+    owners = {type(owner) for _, owner, _ in places}
+    kinds = {owner: typing.get_type_hints(owner) for owner in owners}
+    meanings = {owner: _meanings(owner) for owner in owners}
+    return [
+        Field(path, getattr(owner, name), kind_of(kinds[type(owner)][name]), meanings[type(owner)].get(name, ""))
+        for path, owner, name in places
+    ]
+
+
+def field_values(config: Any) -> dict[str, Any]:
     """Dotted path -> value of all the fields that can be set."""
-    values: dict[str, Any] = {}
+    return {path: getattr(owner, name) for path, owner, name in _walk(config)}
+
+
+def _walk(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Dotted path, owner and name of all the fields that can be set."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         path = prefix + field.name
         if _is_config(value):
-            values |= field_values(value, path + ".")
+            yield from _walk(value, path + ".")
         elif _is_config_tuple(value):
             for index, element in enumerate(value):
-                values |= field_values(element, f"{path}.{getattr(element, 'name', index)}.")
+                yield from _walk(element, f"{path}.{getattr(element, 'name', index)}.")
         elif not callable(value):
-            values[path] = value
-    return values
+            yield path, config, field.name
+
+
+def _meanings(owner: type[Any]) -> dict[str, str]:
+    """Field -> the text below it, as documentation tools read it; nothing where the source is not at hand."""
+    try:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    assert isinstance(tree, ast.ClassDef)
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in itertools.pairwise(tree.body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
 
 
 def _is_config(value: Any) -> bool:
@@ -116,7 +169,7 @@ def _apply(config: Any, changes: list[_Change], root: Any) -> Any:
             try:
                 new[key] = _parse(first.text, typing.get_type_hints(type(config))[key])
             except ConfigError as error:
-                raise ConfigError(f"{first.shown}: `{key}` {error}; the recipe has {_as_text(value)}") from None
+                raise ConfigError(f"{first.shown}: `{key}` {error}; the recipe has {as_text(value)}") from None
     try:
         return dataclasses.replace(config, **new)
     except (ValueError, TypeError) as error:
@@ -125,7 +178,7 @@ def _apply(config: Any, changes: list[_Change], root: Any) -> Any:
         remedy = ""
         if ";" not in rule:
             have = field_values(root)
-            remedy = f"; the recipe has {', '.join(_as_text(have.get(change.path)) for change in blamed)}"
+            remedy = f"; the recipe has {', '.join(as_text(have.get(change.path)) for change in blamed)}"
         raise ConfigError(f"{' '.join(change.shown for change in blamed)}: {rule}{remedy}") from error
 
 
@@ -239,10 +292,10 @@ def _given(value: object) -> str:
     """A value as --set takes it; text as it is."""
     if isinstance(value, tuple | list):
         return ",".join(map(str, value))
-    return value if isinstance(value, str) else _as_text(value)
+    return value if isinstance(value, str) else as_text(value)
 
 
-def _as_text(value: Any) -> str:
+def as_text(value: Any) -> str:
     """A value as errors show it."""
     if isinstance(value, tuple):
         return ",".join(map(str, value)) or "nothing"

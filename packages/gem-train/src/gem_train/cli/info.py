@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import textwrap
 from pathlib import Path
 
 from gem_train.cli.output import say
@@ -36,7 +37,7 @@ def run_report(args: argparse.Namespace) -> int:
 
 
 def run_recipes(args: argparse.Namespace) -> int:
-    """Lists the recipes, or the fields of one with their values.
+    """Lists the recipes, or the fields of one with their values and meanings.
 
     Args:
         args: Parsed arguments.
@@ -45,7 +46,7 @@ def run_recipes(args: argparse.Namespace) -> int:
         The exit code.
     """
     from gem_train import recipes
-    from gem_train.overrides import field_values
+    from gem_train.overrides import as_text, list_fields
 
     if args.recipe is None:
         rows = [(r.name, r.data_dir or "(generated)", r.summary) for r in map(recipes.get, recipes.names())]
@@ -57,7 +58,10 @@ def run_recipes(args: argparse.Namespace) -> int:
     log = recipe.load(recipe.directory(args.data))
     config = recipes.RunConfig.resolve(recipe, log, {})
     say(f"{recipe.name}: {recipe.summary}\n")
-    say(format_table(("field", "value"), [(name, str(value)) for name, value in field_values(config).items()]))
+    for field in list_fields(config):
+        say(f"{field.path}={as_text(field.value)}  ({field.takes})")
+        if field.meaning:
+            say(textwrap.fill(field.meaning, 110, initial_indent="    ", subsequent_indent="    "))
     return 0
 
 

@@ -21,6 +21,9 @@ from gem_train.recipes.parallel import ParallelConfig
 MAX_DIM = 1024
 """Of gem_parallel's tables."""
 
+MAX_SHOWN_LAYERS = 32
+"""Of a model whose layers an error lists."""
+
 __all__ = ["DataConfig", "Recipe", "RunConfig"]
 
 
@@ -171,6 +174,7 @@ class RunConfig:
             model=recipe.model(log),
             parallel=ParallelConfig(),
         )
+        _check_layers(plain.model, assignments)
         config = apply_overrides(plain, assignments, flags=flags)
         _check_reads(config.model, log)
         _check_sizes(config.model, assignments)
@@ -179,6 +183,24 @@ class RunConfig:
     def to_dict(self) -> dict[str, Any]:
         """JSON values of all fields."""
         return {field.name: dataclasses.asdict(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+
+def _check_layers(model: RankingConfig, assignments: Mapping[str, object]) -> None:
+    """Refuses another number of layers without the self-attention of each, and names the field and values that fit."""
+    text = str(assignments.get("model.num_layers", ""))
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_SHOWN_LAYERS:
+        return
+    missing = []
+    for index, tower in enumerate(model.sequences):
+        fields = {f"model.sequences.{name}.self_attention" for name in (index, tower.name)}
+        if len(tower.self_attention) != int(text) and not fields & assignments.keys():
+            kinds = [tower.self_attention[min(layer, len(tower.self_attention) - 1)] for layer in range(int(text))]
+            missing.append(f"--set model.sequences.{tower.name}.self_attention={','.join(kinds)}")
+    if missing:
+        raise ConfigError(
+            f"--set model.num_layers={text}: a sequence names the self-attention of each layer: window, block or none; "
+            f"add {' '.join(missing)}"
+        )
 
 
 def _check_reads(model: RankingConfig, log: EventLog | DatasetSchema) -> None:
