@@ -188,14 +188,15 @@ def _consume(
                     mbarrier.wait(v_ready.index(s_v), ((base + j - 1) // STAGES) & 1)
                     acc = warpgroup_mma(p, v_ring.index(s_v), acc, use_acc=(j > 1), is_async=True)
                     scores = warpgroup_mma_wait(1, deps=[scores])
-                    # A key tile leaves the ring with the last query tile of its chunk.
-                    mbarrier.arrive(k_empty.index(s), count=1, pred=is_last_tile)
-                    mbarrier.arrive(q_empty.index(W * 2 + (tile & 1)), count=1, pred=j == num_keys - 1)
                     e, row_max, row_sum, factor = _softmax(
                         scores, row_max, row_sum, len_k - j * BLOCK_N, scale_log2, scores_layout, BLOCK_N
                     )
                     next_p = gl.convert_layout(e.to(dtype), p_layout)
                     acc, p, next_p = warpgroup_mma_wait(0, deps=[acc, p, next_p])
+                    # A key tile leaves the ring with the last query tile of its chunk, and behind the softmax, which
+                    # the barriers would hold back.
+                    mbarrier.arrive(k_empty.index(s), count=1, pred=is_last_tile)
+                    mbarrier.arrive(q_empty.index(W * 2 + (tile & 1)), count=1, pred=j == num_keys - 1)
                     mbarrier.arrive(v_empty.index(s_v), count=1, pred=is_last_tile)
                     acc = acc * gl.convert_layout(factor, out_row_layout)[:, None]
                     p = next_p
@@ -216,13 +217,13 @@ def _consume(
                 mbarrier.wait(v_ready.index(s_v), ((base + num_keys - 1) // STAGES) & 1)
                 acc = warpgroup_mma(p, v_ring.index(s_v), acc, use_acc=(num_keys > 1), is_async=True)
                 scores = warpgroup_mma_wait(1, deps=[scores])
-                mbarrier.arrive(k_empty.index(s), count=1, pred=has_next & (rows_after <= _TILE_ROWS))
-                mbarrier.arrive(q_empty.index(slot), count=1, pred=has_next & (following_len_k <= BLOCK_N))
                 e, next_max, next_sum, _factor = _softmax(
                     scores, no_max, no_sum, following_len_k, scale_log2, scores_layout, BLOCK_N
                 )
                 next_p = gl.convert_layout(e.to(dtype), p_layout)
                 acc, p, next_p = warpgroup_mma_wait(0, deps=[acc, p, next_p])
+                mbarrier.arrive(k_empty.index(s), count=1, pred=has_next & (rows_after <= _TILE_ROWS))
+                mbarrier.arrive(q_empty.index(slot), count=1, pred=has_next & (following_len_k <= BLOCK_N))
                 mbarrier.arrive(v_empty.index(s_v), count=1, pred=is_last_tile)
                 is_empty = row_sum == 0.0
                 total = gl.where(is_empty, 1.0, row_sum)
