@@ -1,4 +1,7 @@
-"""A package's `__init__` re-exports and does nothing else; its `__all__` is true and pinned by its own tests."""
+"""A package's `__init__` re-exports, at once or when a name is asked for (PEP 562), and does nothing else.
+
+Its `__all__` is true and pinned by its own tests.
+"""
 
 import ast
 import importlib
@@ -20,7 +23,20 @@ def test_init_only_reexports(package: Path) -> None:
     for node in ast.parse(init_file(package).read_text()).body:
         is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         is_all = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-        assert is_docstring or is_all or isinstance(node, ast.Import | ast.ImportFrom), ast.unparse(node)
+        assert is_docstring or is_all or is_import(node) or is_lazy(node), ast.unparse(node)
+
+
+def is_import(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Import | ast.ImportFrom)
+
+
+def is_lazy(node: ast.stmt) -> bool:
+    """What re-exports on demand: imports that type checkers read, `__getattr__`, `__dir__`, and their private tables."""
+    if isinstance(node, ast.If):
+        return ast.unparse(node.test) == "TYPE_CHECKING" and all(map(is_import, node.body)) and not node.orelse
+    if isinstance(node, ast.Assign):
+        return ast.unparse(node.targets[0]).startswith("_")
+    return isinstance(node, ast.FunctionDef) and node.name in ("__getattr__", "__dir__")
 
 
 def test_every_public_name_exists_and_is_documented(package: Path) -> None:
