@@ -63,7 +63,8 @@ def gdpa(
             so that nothing waits for the device.
         max_seqlen_k: Longest key sequence in tokens; an upper bound is allowed.
         activation: One of ``raw`` (identity), ``gelu`` (erf), ``gelu_approx`` (tanh), ``fast_gelu`` (the tanh form by
-            the hardware's approximate tanh), ``leaky_relu`` (slope 0.01), ``relu``, ``silu``, ``fast_silu`` (by the
+            the hardware's approximate tanh; for bfloat16 on Hopper, the forward rounds scores and activation to
+            bfloat16, as eager does), ``leaky_relu`` (slope 0.01), ``relu``, ``silu``, ``fast_silu`` (by the
             approximate tanh), ``hardswish``, ``relu_square``, ``fast_gelu_taylor_approx`` (degree 6; only for scores
             of absolute value below about 1.5, which the caller must bound); or an :class:`Activation` of your own.
         pre_scale: Factor on the scores, inside the activation.
