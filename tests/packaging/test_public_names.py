@@ -31,7 +31,7 @@ def is_import(node: ast.stmt) -> bool:
 
 
 def is_lazy(node: ast.stmt) -> bool:
-    """What re-exports on demand: imports that type checkers read, `__getattr__`, `__dir__`, and their private tables."""
+    """What re-exports on demand: imports for type checkers, `__getattr__`, `__dir__`, and their private tables."""
     if isinstance(node, ast.If):
         return ast.unparse(node.test) == "TYPE_CHECKING" and all(map(is_import, node.body)) and not node.orelse
     if isinstance(node, ast.Assign):
