@@ -5,9 +5,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gem_parallel import FeatureConfig, ShardedEmbeddings, SparseOptimizerConfig, TableConfig
 from gem_parallel._src.embeddings import batch_layout as layout_source
+from gem_parallel._src.embeddings import local as local_source
 from gem_parallel._src.embeddings.batch_layout import Structure
 from gem_parallel._src.embeddings.layout import FeatureSlot
 from gem_parallel._src.embeddings.limits import MAX_BAGS, MAX_IDS, check_num_received
@@ -16,9 +18,9 @@ from gem_parallel._src.embeddings.unit_layout import Unit
 BILLION = 2**30
 
 
-def make(pooling="sum", features=1, mesh=None, kind="sgd"):
+def make(pooling="sum", features=1, mesh=None, kind="sgd", hashed=False):
     return ShardedEmbeddings(
-        [TableConfig(name="t", num_rows=9, dim=8)],
+        [TableConfig(name="t", num_rows=9, dim=8, hashed=hashed)],
         [FeatureConfig(name=f"f{at}", table="t", pooling=pooling) for at in range(features)],
         optimizer=SparseOptimizerConfig(kind=kind),
         mesh=mesh,
@@ -59,6 +61,22 @@ def test_too_large_batches_are_refused_before_any_work(case):
         module.exchange(batch)
     good = {"f0": (torch.tensor([3]), torch.tensor([0, 1]))}
     assert module.lookup(module.exchange(good))["f0"].shape == (1, 8)
+
+
+class NoOperator(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} ran")
+
+
+@pytest.mark.parametrize("hashed", [False, True], ids=["rows", "hashed"])
+@pytest.mark.parametrize("way", ["kernel", "operators", "PyTorch's engine"])
+def test_no_operator_runs_before_too_many_ids_are_refused(monkeypatch, way, hashed):
+    """A copy or a hash of them would take 16 GiB."""
+    monkeypatch.setattr(local_source, "lays_out_by_kernel", lambda device: way == "kernel")
+    module = make(kind="adam" if way == "PyTorch's engine" else "sgd", hashed=hashed)
+    batch = {"f0": (many(2**31), torch.tensor([0, 2**31]))}
+    with pytest.raises(ValueError, match="at most 2147483646 ids"), NoOperator():
+        module.exchange(batch)
 
 
 def test_what_one_rank_is_asked_for():

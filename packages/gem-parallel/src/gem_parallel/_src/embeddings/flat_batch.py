@@ -149,17 +149,20 @@ class Flattener:
         if found is None:
             return None
         order, parts, names, sizes = found
+        apart = False
         try:
             fit = set(map(Tensor.get_device, parts)) == {self._number}
             if set(map(Tensor.stride, parts)) != UNIT_STRIDE:
-                fit = fit and set(map(Tensor.dim, parts)) == {1}
-                parts = tuple(map(Tensor.contiguous, parts))
+                fit, apart = fit and set(map(Tensor.dim, parts)) == {1}, True
         except RuntimeError:
             # Sparse tensors have no such property.
             fit = False
         if not fit:
             self._refuse(ids)
-        return self._layout(ids, order, (stream, names, sizes)), parts
+        # Refuses too many ids, before any is hashed or copied.
+        layout = self._layout(ids, order, (stream, names, sizes))
+        parts = self._hash(ids, order, parts)
+        return layout, tuple(map(Tensor.contiguous, parts)) if apart else parts
 
     def flatten(self, ids: Mapping[str, tuple[Tensor, Tensor]], stream: int) -> FlatBatch | None:
         """Lay a batch out and compare it with its bounds; None if it has no features.
@@ -176,6 +179,7 @@ class Flattener:
             return None
         order, parts, names, sizes = found
         layout = self._layout(ids, order, (stream, names, sizes))
+        parts = self._hash(ids, order, parts)
         try:
             given = torch.cat(parts if layout.whole else self._with_counting(order, layout, parts))
         except RuntimeError:
@@ -194,7 +198,7 @@ class Flattener:
     def _ordered(
         self, ids: Mapping[str, tuple[Tensor, Tensor]]
     ) -> tuple[_Order, tuple[Tensor, ...], tuple[str, ...], tuple[int, ...]] | None:
-        """The batch's tensors in order, hashed, with their names and sizes."""
+        """The batch's tensors in order, with their names and sizes."""
         if not isinstance(ids, Mapping):
             self._refuse(ids)
         names = tuple(ids)
@@ -214,13 +218,14 @@ class Flattener:
             pass
         if not sizes:
             self._refuse(ids)
-        if order.hashed:
-            parts = self._with_hashes(ids, order, parts)
         return order, parts, names, sizes
 
-    def _with_hashes(
-        self, ids: Mapping[str, tuple[Tensor, Tensor]], order: _Order, parts: Sequence[Tensor]
+    def _hash(
+        self, ids: Mapping[str, tuple[Tensor, Tensor]], order: _Order, parts: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
+        """``parts`` with hashes in place of the ids that have no bound."""
+        if not order.hashed:
+            return parts
         found = list(parts)
         try:
             for place, num_rows in order.hashed:

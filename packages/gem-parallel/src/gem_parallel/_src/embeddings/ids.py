@@ -150,13 +150,13 @@ def flatten_ids(
         for slot in group.features
         if group.tables[slot.table].config.hashed
     }
-    pairs = {}
-    for name, pair in ids.items():
-        values, offsets = check_feature(name, pair, device)
-        pairs[name] = (hash_ids(values, hashed[name]) if name in hashed else values, offsets)
+    pairs = {name: check_feature(name, pair, device) for name, pair in ids.items()}
     for group in groups:
         names = [slot.config.name for slot in group.features if slot.config.name in pairs]
         check_num_ids(group.dim, names, sum(pairs[name][0].numel() for name in names))
+    for name, (values, offsets) in pairs.items():
+        if name in hashed:
+            pairs[name] = hash_ids(values, hashed[name]), offsets
     flat = [_flatten_group(pairs, group, device) for group in groups]
     summary = torch.zeros(NUM_SUMMARY + len(features), dtype=torch.int64, device=device)
     summary[1:NUM_SUMMARY] = -1
