@@ -1,5 +1,5 @@
-"""One SVG chart per op from rows of the benchmarks: the ratio of every provider, by direction and shape, at the last
-commit that was measured.
+"""One SVG chart per op from rows of the benchmarks: the ratio of every provider, by direction and shape, each at the
+last commit that it was measured at.
 
 python plot.py kernels-h200.jsonl --output docs/measured     # writes kernels-<op>.svg; needs matplotlib
 """
@@ -68,9 +68,11 @@ def distinct(values: Iterable[str]) -> list[str]:
 
 
 def newest(rows: list[Row]) -> list[Row]:
-    """The rows of the commit that was measured last."""
-    commit = max(rows, key=lambda row: row["date"])["commit"]
-    return [row for row in rows if row["commit"] == commit]
+    """Of each direction and shape, the rows of the commit that was measured last."""
+    latest: dict[tuple[str, str], Row] = {}
+    for row in sorted(rows, key=lambda row: row["date"]):
+        latest[row["direction"], row["shape"]] = row
+    return [row for row in rows if row["commit"] == latest[row["direction"], row["shape"]]["commit"]]
 
 
 def is_ours(op: str, provider: str) -> bool:
