@@ -8,6 +8,10 @@ import torch
 from torch.autograd import forward_ad
 
 from gem_kernels import block_attention, gdpa, gdpa_norm_block, jagged_attention, linear_norm, rmsnorm_linear
+from gem_kernels._src.block_attention.op import block_attention_op
+from gem_kernels._src.gdpa.op import gdpa_op
+from gem_kernels._src.gdpa_norm_block.op import gdpa_norm_block_op
+from gem_kernels._src.jagged_attention.op import jagged_attention_op
 from gem_kernels.jagged import jagged_concat, jagged_last_k, jagged_split, jagged_to_padded, padded_to_jagged
 from gem_kernels.layer_norm_rows import layer_norm_rows, layer_norm_rows_backward
 from gem_kernels.modules import GDPA, BlockAttention, JaggedAttention
@@ -265,3 +269,32 @@ def test_jagged_helpers(call, error, words):
 
 def test_a_padding_of_infinities_is_a_number():
     assert jagged_to_padded(draw(5, 2), OFFSETS, 3, fill=-float("inf"))[0, 2, 0] == -float("inf")
+
+
+# ---------------------------------------------------------------- values of offsets on CUDA
+
+
+@pytest.mark.parametrize("op", [block_attention_op, gdpa_op, gdpa_norm_block_op, jagged_attention_op])
+@pytest.mark.parametrize(("debug", "validate", "checked"), [("1", False, True), ("0", False, False), ("", True, True)])
+def test_values_of_offsets_are_read_on_cuda_only_when_asked_or_debugging(monkeypatch, op, debug, validate, checked):
+    """What CUDA runs, on tensors of the CPU, up to its launch: the check comes before."""
+    launched = []
+    for module in ("block_attention.forward", "gdpa.forward", "gdpa_norm_block.launch", "jagged_attention.forward"):
+        where = f"gem_kernels._src.{module}.launch_forward"
+        monkeypatch.setattr(where, lambda *args, **options: launched.append(args) or (torch.empty(0), ()))
+    monkeypatch.setenv("GEM_KERNELS_DEBUG", debug)
+    x, bad = draw(5, 2, 16), torch.tensor([0, 4, 2])
+    values = dict.fromkeys("qkv", x) | {"activation": "gelu", "block_size": 32, "validate": validate}
+    values |= dict.fromkeys(("offsets", "offsets_q", "offsets_k"), bad)
+    values |= dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k"), 5)
+    values |= dict.fromkeys(("scale", "pre_scale", "post_scale", "eps"), 1.0)
+    values |= dict.fromkeys(("window_left", "window_right"), -1)
+    on_cuda = op._init_fn
+    names = inspect.signature(on_cuda).parameters
+    arguments = {name: values.get(name) for name in names if name in values or names[name].default is names[name].empty}
+    if checked:
+        with pytest.raises(ValueError, match="must end at the number of packed rows, 5, got 2"):
+            on_cuda(**arguments)
+    else:
+        on_cuda(**arguments)
+    assert bool(launched) is not checked

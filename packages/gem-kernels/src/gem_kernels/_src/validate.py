@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import torch
@@ -19,6 +20,11 @@ def check_bool(op: str, **flags: Any) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{op}: `{name}` must be a bool, got {type(value).__name__}; pass True or False.")
+
+
+def reads_values(validate: bool) -> bool:
+    """Whether an op on CUDA waits for the values of offsets and indices: when told to, or always while debugging."""
+    return validate or os.environ.get("GEM_KERNELS_DEBUG", "0") not in ("", "0")
 
 
 def check_dense(op: str, name: str, x: Any) -> None:

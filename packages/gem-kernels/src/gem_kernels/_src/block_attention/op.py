@@ -12,6 +12,7 @@ from gem_kernels._src.attention.flops import backward_flops, forward_flops
 from gem_kernels._src.block_attention import cpu
 from gem_kernels._src.block_attention.blocks import num_pairs
 from gem_kernels._src.block_attention.check import check_lengths
+from gem_kernels._src.validate import reads_values
 
 
 @torch.library.custom_op("gem_kernels::block_attention", mutates_args=(), device_types="cuda")
@@ -30,7 +31,7 @@ def block_attention_op(
     # Imported here: Triton is absent where only the CPU kernels are used.
     from gem_kernels._src.block_attention.forward import launch_forward
 
-    check_lengths(q, offsets, max_seqlen, read_offsets=validate)
+    check_lengths(q, offsets, max_seqlen, read_offsets=reads_values(validate))
     return launch_forward(q, k, v, offsets, block_size, scale, rotary)
 
 

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 from gem_kernels._src.attention.flops import backward_flops, forward_flops, num_pairs
 from gem_kernels._src.attention.pairing import num_output_rows, pair_sequences
 from gem_kernels._src.gdpa import cpu
-from gem_kernels._src.validate import check_batch
+from gem_kernels._src.validate import check_batch, reads_values
 
 _NAME = "gdpa"
 
@@ -48,7 +48,7 @@ def gdpa_op(
         max_seqlen_k,
         request_index=request_index,
         num_targets=num_targets,
-        read_offsets=validate,
+        read_offsets=reads_values(validate),
     )
     return launch_forward(
         q,

@@ -12,7 +12,7 @@ from gem_kernels._src.attention.batching import compute_dtype
 from gem_kernels._src.attention.flops import backward_flops, forward_flops, num_pairs
 from gem_kernels._src.gdpa_norm_block import cpu
 from gem_kernels._src.gdpa_norm_block.arguments import Options, Parameters, Statistics
-from gem_kernels._src.validate import check_batch
+from gem_kernels._src.validate import check_batch, reads_values
 
 NAME = "gdpa_norm_block"
 
@@ -42,7 +42,7 @@ def gdpa_norm_block_op(
     from gem_kernels._src.gdpa_norm_block.launch import launch_forward
     from gem_kernels._src.norm_linear.rows import check_features
 
-    check_batch(NAME, q, k, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, read_offsets=validate)
+    check_batch(NAME, q, k, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, read_offsets=reads_values(validate))
     check_features(NAME, q.shape[1] * q.shape[2])
     options = Options(max_seqlen_q, max_seqlen_k, activation, pre_scale, post_scale, query_residual, residual, eps)
     parameters = Parameters(norm_weight, norm_bias, rms_weight)

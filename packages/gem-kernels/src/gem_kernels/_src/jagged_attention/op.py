@@ -12,7 +12,7 @@ from gem_kernels._src.attention.flops import backward_flops, forward_flops, num_
 from gem_kernels._src.attention.pairing import num_output_rows
 from gem_kernels._src.jagged_attention import cpu
 from gem_kernels._src.jagged_attention.bias import Bias, pair_with_bias
-from gem_kernels._src.validate import check_batch
+from gem_kernels._src.validate import check_batch, reads_values
 
 _NAME = "jagged_attention"
 
@@ -42,7 +42,7 @@ def jagged_attention_op(
     from gem_kernels._src.jagged_attention.forward import launch_forward
 
     lengths = (offsets_q, offsets_k, max_seqlen_q, max_seqlen_k)
-    check_batch(_NAME, q, k, *lengths, request_index=request_index, read_offsets=validate)
+    check_batch(_NAME, q, k, *lengths, request_index=request_index, read_offsets=reads_values(validate))
     bias = Bias(position_bias, time_bias, times_q, times_k, buckets_per_octave)
     return launch_forward(q, k, v, *lengths, scale, window_left, window_right, bias, request_index)
 
