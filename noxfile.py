@@ -134,16 +134,23 @@ def gem_command(session: nox.Session, *arguments: str) -> None:
 
 
 def pytest(
-    session: nox.Session, *arguments: str, python: str | None = None, last: list[str] | None = None, **variables: str
+    session: nox.Session,
+    *arguments: str,
+    python: str | None = None,
+    last: list[str] | None = None,
+    may_be_none: bool = False,
+    **variables: str,
 ) -> None:
     """Run pytest with one thread per process, unless the caller says otherwise: tests start processes themselves.
 
-    The caller's arguments follow `arguments` and come before `last`.
+    The caller's arguments follow `arguments` and come before `last`. With `may_be_none`, finding no test is no error.
     """
     command = [python or shared_python(session), "-m", "pytest", "-c", str(ROOT / "pyproject.toml")]
     threads = os.environ.get("OMP_NUM_THREADS", "1")
     env = environment(session, OMP_NUM_THREADS=threads, **variables)
-    session.run(*command, f"--rootdir={ROOT}", *arguments, *posargs(session), *(last or []), env=env)
+    codes = [0, 5] if may_be_none else [0]
+    options = [*arguments, *posargs(session), *(last or [])]
+    session.run(*command, f"--rootdir={ROOT}", *options, env=env, success_codes=codes)
 
 
 def share(session: nox.Session, processes: int) -> list[str]:
@@ -231,29 +238,35 @@ def tests_dist(session: nox.Session) -> None:
 def gpu_lane(session: nox.Session, *folders: str) -> None:
     """Pytest on the GPU tests of some folders, where a skip is an error unless the test is marked sm100.
 
-    Most of their time compiles kernels on the CPU, so several processes share the GPU, if pytest-xdist is there; after
-    them, alone, what takes most of its memory or starts processes of its own.
+    Most of their time compiles kernels on the CPU, so several processes share the GPUs, if pytest-xdist is there; after
+    them, alone, what takes most of a GPU's memory or starts processes of its own.
     """
-    check = "import sys, torch; torch.cuda.is_available() or sys.exit('the GPU lane: torch sees no CUDA device')"
-    session.run(shared_python(session), "-c", check)
+    count = "import sys, torch; print(torch.cuda.device_count() or sys.exit('the GPU lane: torch sees no CUDA device'))"
+    found = session.run(shared_python(session), "-c", count, silent=True)
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    num_devices = int(str(found).split()[-1])
+    devices = names[:num_devices] if names != [""] else [str(device) for device in range(num_devices)]
     if not any(mentions(ROOT / folder, "mark.gpu") for folder in folders):
         session.log(f"no GPU test in {', '.join(folders)}")
         return
     alone = "memory or dist"
-    processes = share(session, gpu_workers())
+    processes = share(session, gpu_workers(num_devices))
     if not processes:
         session.warn("pytest-xdist is not installed: one process compiles all kernels, which can take an hour")
-    pytest(session, *folders, "-m", f"gpu and not ({alone})", "-p", "gpu_lane", *processes)
+    plugin = ("-p", "gpu_lane")
+    together = (*plugin, *processes)
+    pytest(session, *folders, "-m", f"gpu and not ({alone})", *together, GEM_GPU_LANE_DEVICES=",".join(devices))
     if any(mentions(ROOT / folder, "mark.memory", "mark.dist") for folder in folders):
         # After the caller's arguments, so that this is one process whatever -n they give.
         last = ["-n", "0", "-p", "no:benchmark"] if processes else ["-p", "no:benchmark"]
-        pytest(session, *folders, "-m", f"gpu and ({alone})", "-p", "gpu_lane", last=last)
+        # What has these marks may be no GPU test.
+        pytest(session, *folders, "-m", f"gpu and ({alone})", *plugin, last=last, may_be_none=True)
 
 
-def gpu_workers() -> int:
-    """Processes of the GPU lane: a core each, and few enough for the contexts and buffers of all on one GPU."""
+def gpu_workers(num_devices: int) -> int:
+    """Processes of the GPU lane: a core each, and few enough for the contexts and buffers of all on the GPUs."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(14, cores - 1))
+    return max(1, min(14 * num_devices, cores - 1))
 
 
 @gem_session(tags=["gpu"])

@@ -1,13 +1,29 @@
 """Pytest plugin of the GPU lane: a skipped test is a failure unless it is marked `sm100`.
 
-A GPU runner exists to run these tests; a skip there hides that something did not run.
+A GPU runner exists to run these tests; a skip there hides that something did not run. Processes that share the tests
+also share the GPUs named in GEM_GPU_LANE_DEVICES, in turn.
 """
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 _skipped: list[str] = []
+
+
+def device_of(worker: str, devices: str) -> str | None:
+    """The GPU of a process of pytest-xdist, of those in a list with commas; None for the process that has them all."""
+    names = [name for name in devices.split(",") if name]
+    number = worker.removeprefix("gw")
+    return names[int(number) % len(names)] if names and number.isdecimal() else None
+
+
+# When the plugin is imported, CUDA has not been asked for its devices.
+_device = device_of(os.environ.get("PYTEST_XDIST_WORKER", ""), os.environ.get("GEM_GPU_LANE_DEVICES", ""))
+if _device is not None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = _device
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
