@@ -10,6 +10,7 @@ from gem_kernels._src.attention.hopper.launch import is_copyable, multiprocessor
 from gem_kernels._src.attention.hopper.schedule import make_schedule
 from gem_kernels._src.attention.launch import device_guard
 from gem_kernels._src.attention.pairing import Pairing
+from gem_kernels._src.attention.reuse import once
 
 HEAD_DIMS = (64, 128)
 BLOCK_N = 128
@@ -74,7 +75,7 @@ def launch_hopper_forward(
             descriptor(out, ROWS),
             out,
             out.stride(0),
-            *query_chunks(q, offsets_q, offsets_k, BLOCK_N * STAGES[dim]),
+            *once(query_chunks, q, offsets_q, offsets_k, BLOCK_N * STAGES[dim]),
             num_heads,
             pre_scale,
             scale,
@@ -121,7 +122,7 @@ def launch_hopper_backward(
             dv,
             dk.stride(0),
             # Chunks of keys, with the queries in the place of the other side.
-            *make_schedule(offsets_k, offsets_q, k.shape[0], tile_rows=TILE_ROWS, resident_keys=0, max_tiles=1),
+            *once(make_schedule, offsets_k, offsets_q, k.shape[0], tile_rows=TILE_ROWS, resident_keys=0, max_tiles=1),
             num_heads_kv,
             pre_scale,
             post_scale * act.value_scale,
@@ -137,7 +138,7 @@ def launch_hopper_backward(
             descriptor(dq, ROWS),
             dq,
             dq.stride(0),
-            *query_chunks(q, offsets_q, offsets_k, DQ_BLOCK_N * DQ_STAGES[dim]),
+            *once(query_chunks, q, offsets_q, offsets_k, DQ_BLOCK_N * DQ_STAGES[dim]),
             num_heads,
             pre_scale,
             ds_scale,

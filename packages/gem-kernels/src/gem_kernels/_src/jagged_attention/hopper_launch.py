@@ -12,6 +12,7 @@ from gem_kernels._src.attention.hopper.launch import is_copyable, multiprocessor
 from gem_kernels._src.attention.hopper.schedule import make_schedule
 from gem_kernels._src.attention.launch import device_guard
 from gem_kernels._src.attention.pairing import Pairing
+from gem_kernels._src.attention.reuse import once
 from gem_kernels._src.jagged_attention.bias import Bias
 
 HEAD_DIM = 128
@@ -73,7 +74,7 @@ def launch_hopper_forward(
             out,
             out.stride(0),
             lse,
-            *query_chunks(q, offsets_q, offsets_k, BLOCK_N * STAGES),
+            *once(query_chunks, q, offsets_q, offsets_k, BLOCK_N * STAGES),
             num_heads,
             scale * math.log2(math.e),
         )
@@ -124,7 +125,7 @@ def launch_hopper_backward(
             stats,
             stats.stride(0),
             # Chunks of keys, with the queries in the place of the other side.
-            *make_schedule(offsets_k, offsets_q, k.shape[0], tile_rows=TILE_ROWS, resident_keys=0, max_tiles=1),
+            *once(make_schedule, offsets_k, offsets_q, k.shape[0], tile_rows=TILE_ROWS, resident_keys=0, max_tiles=1),
             num_heads_kv,
             scale_log2,
             scale,
@@ -141,7 +142,7 @@ def launch_hopper_backward(
             dq.stride(0),
             stats,
             stats.stride(0),
-            *make_schedule(offsets_q, offsets_k, q.shape[0], tile_rows=TILE_ROWS, resident_keys=0, max_tiles=1),
+            *once(make_schedule, offsets_q, offsets_k, q.shape[0], tile_rows=TILE_ROWS, resident_keys=0, max_tiles=1),
             num_heads,
             scale_log2,
             scale,
