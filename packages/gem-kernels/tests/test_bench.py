@@ -1,6 +1,8 @@
 """The benchmark runner: order of calls, rates, rows."""
 
+import itertools
 import json
+import time
 
 import pytest
 import torch
@@ -46,3 +48,65 @@ def test_ratios_are_speeds_relative_to_other_work_or_to_a_provider(capsys, monke
         rows = bench.compare(work, providers, device=CPU, base=base)
         assert [row["ratio"] for row in rows] == ratios
         assert {row["ratio_to"] for row in rows} == {base if isinstance(base, str) else "matmul"}
+
+
+def test_rounds_time_every_provider_and_a_short_one_often():
+    calls = []
+
+    def short():
+        calls.append("a")
+
+    def long():
+        time.sleep(0.003)
+        calls.append("b")
+
+    timings = bench.measure_rounds({"a": short, "b": long}, device=CPU, warmup=0, repeats=8, slice_ms=0.5)
+    assert timings["b"].median > 3.0 > timings["a"].median
+    for timing in timings.values():
+        assert 0 < timing.p20 <= timing.median <= timing.p80
+        assert timing.mhz is None
+        assert not timing.captured
+    runs = [(name, len(list(group))) for name, group in itertools.groupby(calls)]
+    # The long one is called once in a round, and the short one often: half a millisecond of it.
+    assert sum(name == "b" for name in calls) in range(9, 9 + 8 + 1)
+    assert max(count for name, count in runs if name == "a") > 10
+
+
+def test_rounds_have_rows_of_the_other_work_between_the_providers_and_alone(capsys, monkeypatch):
+    monkeypatch.setattr(
+        bench,
+        "measure_rounds",
+        lambda functions, **_: {n: bench.Timing(median=2.0, p20=2.0, p80=2.0, peak_mib=None) for n in functions},
+    )
+    monkeypatch.setattr(bench, "_time_once", lambda function, flush: 1.6)
+    work = bench.Work(op="f", direction="forward", shape="s", dtype=torch.float32, flops=6 * 10**9, num_bytes=4)
+    matmul = bench.Base(name="matmul", function=lambda: None, flops=12 * 10**9, num_bytes=10**6)
+    rows = bench.compare(work, {"ours": lambda: None}, device=CPU, base=matmul, in_rounds=True)
+    assert [(row["provider"], row["ratio"]) for row in rows] == [
+        ("ours", 0.5),
+        ("matmul", 1.0),
+        ("matmul, alone", 1.25),
+    ]
+    assert [row["tflops"] for row in rows] == [3.0, 6.0, 7.5]
+    assert {row["ratio_to"] for row in rows} == {"matmul"}
+
+
+@pytest.mark.gpu
+def test_rounds_replay_a_graph_and_read_the_clock():
+    device = torch.device("cuda")
+    x = torch.zeros(2**24, device=device)
+
+    def add():
+        x.add_(1)
+
+    eager = bench.measure_rounds({"add": add}, device=device, repeats=3, slice_ms=1.0)["add"]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        replayed = bench.measure_rounds({"add": add}, device=device, repeats=3, slice_ms=1.0)["add"]
+    torch.cuda.synchronize()
+    assert (eager.captured, replayed.captured) == (False, True)
+    assert float(x.min()) == float(x.max()) > 6
+    for timing in (eager, replayed):
+        assert timing.median > 0
+        assert 200 < timing.mhz < 5000
