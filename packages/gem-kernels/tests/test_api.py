@@ -11,6 +11,7 @@ import gem_kernels
 
 TOP_LEVEL = {
     "Activation",
+    "AttentionSchedule",
     "__version__",
     "block_attention",
     "gdpa",
@@ -53,13 +54,13 @@ MODULES = {
 }
 SIGNATURES = {
     "jagged_attention": "q, k, v, *, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, scale, causal, window_size, "
-    "position_bias, time_bias, times_q, times_k, time_buckets_per_octave, request_index, return_lse, "
+    "position_bias, time_bias, times_q, times_k, time_buckets_per_octave, request_index, schedule, return_lse, "
     "validate",
     "gdpa": "q, k, v, *, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, activation, pre_scale, post_scale, causal, "
-    "window_size, num_targets, request_index, validate",
+    "window_size, num_targets, request_index, schedule, validate",
     "block_attention": "q, k, v, *, offsets, max_seqlen, block_size, scale, rotary, validate",
     "gdpa_norm_block": "q, k, v, *, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, activation, pre_scale, "
-    "post_scale, norm_weight, norm_bias, rms_weight, query_residual, residual, eps, validate",
+    "post_scale, norm_weight, norm_bias, rms_weight, query_residual, residual, eps, schedule, validate",
     "rmsnorm_linear": "x, weight, bias, *, norm_weight, eps",
     "linear_norm": "x, weight, bias, *, norm, norm_weight, norm_bias, eps",
     "jagged.lengths_to_offsets": "lengths",

@@ -2,6 +2,7 @@
 
 from gem_kernels import jagged, modules, mx, reference, testing
 from gem_kernels._version import __version__
+from gem_kernels.attention_schedule import AttentionSchedule
 from gem_kernels.block_attention import block_attention
 from gem_kernels.gdpa import Activation, gdpa
 from gem_kernels.gdpa_norm_block import gdpa_norm_block
@@ -10,6 +11,7 @@ from gem_kernels.norm_linear import linear_norm, rmsnorm_linear
 
 __all__ = [
     "Activation",
+    "AttentionSchedule",
     "__version__",
     "block_attention",
     "gdpa",

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from gem_kernels._src.attention.schedule import AttentionSchedule, check_schedule
 from gem_kernels._src.attention.window import normalize_window
 from gem_kernels._src.autocast import autocast_operands
 from gem_kernels._src.gdpa.activation import Activation, activation_name
@@ -43,6 +44,7 @@ def gdpa(
     window_size: tuple[int, int] = (-1, -1),
     num_targets: Tensor | None = None,
     request_index: Tensor | None = None,
+    schedule: AttentionSchedule | None = None,
     validate: bool = False,
 ) -> Tensor:
     """Activation attention of packed queries over packed keys, sequence by sequence.
@@ -78,6 +80,8 @@ def gdpa(
         request_index: (B,) int32 or int64, non-decreasing. Query sequence i reads key sequence ``request_index[i]``, so
             that many candidates share one user's keys; gradients of keys and values sum over them. Positions count
             from each query sequence's own start. A key sequence may have no query sequence.
+        schedule: An :class:`gem_kernels.AttentionSchedule` of these offsets and requests, which the layers of a batch
+            share; what it keeps is not made again. It changes no result.
         validate: On CUDA, also check the values of the offsets, ``num_targets`` and ``request_index``, which waits for
             the device. On CPU they always are.
 
@@ -86,7 +90,7 @@ def gdpa(
         row without a valid key is 0 and so are its gradients.
 
     Raises:
-        ValueError: on a shape, device, window, activation, offset, target count or request that does not fit.
+        ValueError: on a shape, device, window, activation, offset, target count, request or schedule that does not fit.
         TypeError: on a dtype or argument type that does not fit.
 
     Numerics: scores and sums in float32 (float64 for float64); activated scores are rounded to the dtype of v before
@@ -108,6 +112,10 @@ def gdpa(
     check_window("gdpa", window_size)
     check_scalar("gdpa", "pre_scale", pre_scale)
     check_scalar("gdpa", "post_scale", post_scale)
+    token = None
+    if schedule is not None:
+        sides = (offsets_q, offsets_k, max_seqlen_q, max_seqlen_k)
+        token = check_schedule("gdpa", schedule, q, k, *sides, request_index, validate=validate)
     name = activation_name("gdpa", activation)
     left, right = normalize_window(causal, window_size)
     out: Tensor = gdpa_op(
@@ -126,5 +134,6 @@ def gdpa(
         num_targets,
         request_index,
         validate,
+        token,
     )
     return out

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from gem_kernels._src.attention.schedule import AttentionSchedule, check_schedule
 from gem_kernels._src.autocast import autocast_operands
 from gem_kernels._src.gdpa.names import ACTIVATION_NAMES
 from gem_kernels._src.gdpa_norm_block.op import NAME, gdpa_norm_block_op
@@ -37,6 +38,7 @@ def gdpa_norm_block(
     query_residual: bool = True,
     residual: bool = True,
     eps: float = 1e-5,
+    schedule: AttentionSchedule | None = None,
     validate: bool = False,
 ) -> Tensor:
     """Layer norm, activation attention, RMS norm and residuals of packed queries, sequence by sequence.
@@ -65,13 +67,15 @@ def gdpa_norm_block(
         query_residual: Add the layer norm's output to the attention's.
         residual: Add q to the RMS norm's output.
         eps: Added to the variance and to the mean square.
+        schedule: An :class:`gem_kernels.AttentionSchedule` of these offsets, which the layers of a batch share; what it
+            keeps is not made again. It changes no result.
         validate: On CUDA, also check the values of the offsets, which waits for the device. On CPU they always are.
 
     Returns:
         (T_q, H, D) in the dtype of q, contiguous.
 
     Raises:
-        ValueError: on a shape, device, activation, ``eps`` or offset that does not fit.
+        ValueError: on a shape, device, activation, ``eps``, offset or schedule that does not fit.
         TypeError: on a dtype or argument type that does not fit.
 
     Numerics: as ``gem_kernels.gdpa``; statistics and sums in float32 (float64 for float64), the attention's input and
@@ -104,6 +108,10 @@ def gdpa_norm_block(
             )
         check_same(NAME, {"q": q, name: x})
     check_bool(NAME, query_residual=query_residual, residual=residual, validate=validate)
+    token = None
+    if schedule is not None:
+        sides = (offsets_q, offsets_k, max_seqlen_q, max_seqlen_k)
+        token = check_schedule(NAME, schedule, q, k, *sides, None, validate=validate)
     for name, value in (("pre_scale", pre_scale), ("post_scale", post_scale), ("eps", eps)):
         check_scalar(NAME, name, value)
     if eps < 0:
@@ -128,5 +136,6 @@ def gdpa_norm_block(
         residual,
         float(eps),
         validate,
+        token,
     )
     return out

@@ -11,6 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from gem_kernels._src.attention.pairing import num_output_rows
+from gem_kernels._src.attention.schedule import AttentionSchedule, check_schedule
 from gem_kernels._src.attention.window import normalize_window
 from gem_kernels._src.autocast import autocast_operands
 from gem_kernels._src.jagged_attention.bias import check_bias
@@ -38,6 +39,7 @@ def jagged_attention(
     times_k: Tensor | None = None,
     time_buckets_per_octave: int = 1,
     request_index: Tensor | None = None,
+    schedule: AttentionSchedule | None = None,
     return_lse: bool = False,
     validate: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -72,6 +74,8 @@ def jagged_attention(
         request_index: (B,) int32 or int64, non-decreasing. Query sequence i reads key sequence ``request_index[i]``, so
             that many candidates share one user's keys; gradients of keys and values sum over them. Positions count
             from each query sequence's own start. A key sequence may have no query sequence.
+        schedule: An :class:`gem_kernels.AttentionSchedule` of these offsets and requests, which the layers of a batch
+            share; what it keeps is not made again. It changes no result.
         return_lse: Also return the log-sum-exp of the scores, differentiable.
         validate: On CUDA, also check the values of the offsets and ``request_index``, which waits for the device. On
             CPU they always are.
@@ -81,7 +85,7 @@ def jagged_attention(
         A row without a valid key is 0, its log-sum-exp -inf, its gradients 0.
 
     Raises:
-        ValueError: on a shape, device, window, offset, request or bias that does not fit.
+        ValueError: on a shape, device, window, offset, request, schedule or bias that does not fit.
         TypeError: on a dtype or argument type that does not fit.
 
     Time buckets: the gap is taken in the dtype of the times, rounded to float32, and raised to 1 second. Then
@@ -106,6 +110,10 @@ def jagged_attention(
     check_window("jagged_attention", window_size)
     scale = q.shape[2] ** -0.5 if scale is None else scale
     check_scale("jagged_attention", scale)
+    token = None
+    if schedule is not None:
+        sides = (offsets_q, offsets_k, max_seqlen_q, max_seqlen_k)
+        token = check_schedule("jagged_attention", schedule, q, k, *sides, request_index, validate=validate)
     num_rows = num_output_rows(q, offsets_q, offsets_k, request_index)
     check_bias("jagged_attention", q, k, num_rows, position_bias, time_bias, times_q, times_k, time_buckets_per_octave)
     left, right = normalize_window(causal, window_size)
@@ -127,5 +135,6 @@ def jagged_attention(
         times_k,
         time_buckets_per_octave,
         request_index,
+        token,
     )
     return (out, lse) if return_lse else out

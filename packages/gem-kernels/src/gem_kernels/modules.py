@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from gem_kernels._src.attention.schedule import AttentionSchedule
 from gem_kernels._src.block_attention.check import check_block_size
 from gem_kernels._src.gdpa.activation import Activation, activation_name
 from gem_kernels._src.jagged_attention.bias import check_buckets_per_octave
@@ -64,6 +65,7 @@ class JaggedAttention(nn.Module):
         times_q: Tensor | None = None,
         times_k: Tensor | None = None,
         request_index: Tensor | None = None,
+        schedule: AttentionSchedule | None = None,
     ) -> Tensor:
         """Map q (T_q, H, D), k (T_k, H_kv, D), v (T_k, H_kv, D_v) to (T_q, H, D_v).
 
@@ -87,6 +89,7 @@ class JaggedAttention(nn.Module):
             times_k=times_k,
             time_buckets_per_octave=self.time_buckets_per_octave,
             request_index=request_index,
+            schedule=schedule,
         )
         assert isinstance(out, Tensor)
         return out
@@ -149,6 +152,7 @@ class GDPA(nn.Module):
         max_seqlen_k: int,
         num_targets: Tensor | None = None,
         request_index: Tensor | None = None,
+        schedule: AttentionSchedule | None = None,
         norm_block: bool = False,
     ) -> Tensor:
         """Map q (T_q, H, D), k (T_k, H_kv, D), v (T_k, H_kv, D_v) to (T_q, H, D_v).
@@ -179,6 +183,7 @@ class GDPA(nn.Module):
                 activation=self.activation,
                 pre_scale=self.pre_scale,
                 post_scale=self.post_scale,
+                schedule=schedule,
             )
         return gdpa(
             q,
@@ -195,6 +200,7 @@ class GDPA(nn.Module):
             window_size=self.window_size,
             num_targets=num_targets,
             request_index=request_index,
+            schedule=schedule,
         )
 
     def extra_repr(self) -> str:

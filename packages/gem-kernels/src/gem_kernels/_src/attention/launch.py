@@ -18,6 +18,7 @@ from gem_kernels._src.attention.configs import (
     power_of_two,
     precision_of,
 )
+from gem_kernels._src.attention.reuse import once
 
 _MAX_GRID = 2**31 - 1
 _MAX_WINDOW = 2**30
@@ -66,8 +67,7 @@ def make_grid(
         )
     tile_offsets = offsets
     if search:
-        tiles = (torch.diff(offsets.to(torch.int64)) + (block - 1)) // block
-        tile_offsets = torch.nn.functional.pad(torch.cumsum(tiles, 0), (1, 0))
+        tile_offsets = once(_tile_offsets, offsets, block)
     return Grid(
         size=size,
         num_tiles=num_tiles,
@@ -75,6 +75,12 @@ def make_grid(
         num_steps=num_sequences.bit_length(),
         tile_offsets=tile_offsets,
     )
+
+
+def _tile_offsets(offsets: Tensor, block: int) -> Tensor:
+    """(B + 1,) int64 tiles of ``block`` rows before each sequence."""
+    tiles = (torch.diff(offsets.to(torch.int64)) + (block - 1)) // block
+    return torch.nn.functional.pad(torch.cumsum(tiles, 0), (1, 0))
 
 
 def one_key_tile(

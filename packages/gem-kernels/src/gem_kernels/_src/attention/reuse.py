@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -29,12 +29,29 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
     )
 
 
+def _version(x: Tensor | None) -> int:
+    """How often torch has written x in place; inference tensors do not count."""
+    return 0 if x is None or x.is_inference() else x._version
+
+
 class Store:
     """Results by what they were made with. Holds the offsets, whose memory no other tensor can then take."""
 
-    def __init__(self, *offsets: Tensor) -> None:
+    def __init__(self, *offsets: Tensor | None) -> None:
         self._offsets = offsets
+        self._versions = tuple(map(_version, offsets))
         self._made: dict[Hashable, Any] = {}
+
+    def is_of(self, offsets: Sequence[Tensor | None]) -> bool:
+        """Whether these are the tensors of the store, in its order."""
+        return len(offsets) == len(self._offsets) and all(
+            a is b or (a is not None and b is not None and same_memory(a, b))
+            for a, b in zip(offsets, self._offsets, strict=True)
+        )
+
+    def is_stale(self) -> bool:
+        """Whether the offsets have been written in place since."""
+        return tuple(map(_version, self._offsets)) != self._versions
 
     def __len__(self) -> int:
         return len(self._made)
@@ -56,11 +73,12 @@ class Store:
             return ("value", argument)
         if argument.is_floating_point():
             return ("shape", argument.shape, argument.device)
-        return next((i for i, x in enumerate(self._offsets) if same_memory(argument, x)), None)
+        places = enumerate(self._offsets)
+        return next((i for i, x in places if x is not None and same_memory(argument, x)), None)
 
     def _stream(self) -> int:
         """The stream that the results are made on: another would not wait for it."""
-        device = self._offsets[0].device
+        device = next(x.device for x in self._offsets if x is not None)
         return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
@@ -69,6 +87,11 @@ class _Scope(threading.local):
 
 
 _scope = _Scope()
+
+
+def current_store() -> Store | None:
+    """The store in scope in this thread."""
+    return _scope.store
 
 
 @contextlib.contextmanager

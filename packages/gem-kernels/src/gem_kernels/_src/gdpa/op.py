@@ -1,4 +1,7 @@
-"""Registrations of GDPA: forward and backward ops, CPU and CUDA kernels, fakes, autograd, FLOP counts."""
+"""Registrations of GDPA: forward and backward ops, CPU and CUDA kernels, fakes, autograd, FLOP counts.
+
+``schedule`` is the token of an ``AttentionSchedule``.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ from torch.utils.flop_counter import register_flop_formula
 
 from gem_kernels._src.attention.flops import backward_flops, forward_flops, num_pairs
 from gem_kernels._src.attention.pairing import num_output_rows, pair_sequences
+from gem_kernels._src.attention.reuse import reusing
+from gem_kernels._src.attention.schedule import find_store
 from gem_kernels._src.gdpa import cpu
-from gem_kernels._src.validate import check_batch, reads_values
+from gem_kernels._src.validate import check_batch, check_target_values, reads_values
 
 _NAME = "gdpa"
 
@@ -33,6 +38,7 @@ def gdpa_op(
     num_targets: Tensor | None,
     request_index: Tensor | None,
     validate: bool,
+    schedule: Tensor | None = None,
 ) -> Tensor:
     """Output (T_q, H, D_v), or (B S, H, D_v) of seeds, contiguous, in the dtype of q."""
     # Imported here: Triton is absent where only the CPU kernels are used.
@@ -50,22 +56,23 @@ def gdpa_op(
         num_targets=num_targets,
         read_offsets=reads_values(validate),
     )
-    return launch_forward(
-        q,
-        k,
-        v,
-        offsets_q,
-        offsets_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        activation,
-        pre_scale,
-        post_scale,
-        window_left,
-        window_right,
-        num_targets=num_targets,
-        request_index=request_index,
-    )
+    with reusing(find_store(_NAME, schedule, offsets_q, offsets_k, request_index)):
+        return launch_forward(
+            q,
+            k,
+            v,
+            offsets_q,
+            offsets_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            activation,
+            pre_scale,
+            post_scale,
+            window_left,
+            window_right,
+            num_targets=num_targets,
+            request_index=request_index,
+        )
 
 
 @gdpa_op.register_kernel("cpu")
@@ -85,7 +92,10 @@ def _forward_cpu(
     num_targets: Tensor | None,
     request_index: Tensor | None,
     validate: bool,
+    schedule: Tensor | None = None,
 ) -> Tensor:
+    # Whoever made a schedule of the offsets has read them.
+    known = find_store(_NAME, schedule, offsets_q, offsets_k, request_index) is not None and not validate
     check_batch(
         _NAME,
         q,
@@ -96,8 +106,11 @@ def _forward_cpu(
         max_seqlen_k,
         request_index=request_index,
         num_targets=num_targets,
-        read_offsets=True,
+        read_offsets=not known,
     )
+    if known and num_targets is not None:
+        assert offsets_q is not None  # by check_targets
+        check_target_values(_NAME, num_targets, offsets_q, offsets_k)
     pairing = pair_sequences(q, offsets_q, offsets_k, request_index, max_seqlen_q, window_left, window_right)
     num_rows = num_output_rows(q, offsets_q, offsets_k, request_index)
     # The matmuls inside keep their dtype although the caller may be under autocast.
@@ -134,6 +147,7 @@ def _forward_fake(
     num_targets: Tensor | None,
     request_index: Tensor | None,
     validate: bool,
+    schedule: Tensor | None = None,
 ) -> Tensor:
     return q.new_empty(num_output_rows(q, offsets_q, offsets_k, request_index), q.shape[1], v.shape[2])
 
@@ -155,27 +169,29 @@ def gdpa_backward_op(
     window_right: int,
     num_targets: Tensor | None,
     request_index: Tensor | None,
+    schedule: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients dq, dk, dv, contiguous, in the dtypes of q, k, v; the same bits on every run."""
     from gem_kernels._src.gdpa.backward import launch_backward
 
-    return launch_backward(
-        do,
-        q,
-        k,
-        v,
-        offsets_q,
-        offsets_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        activation,
-        pre_scale,
-        post_scale,
-        window_left,
-        window_right,
-        num_targets=num_targets,
-        request_index=request_index,
-    )
+    with reusing(find_store(_NAME, schedule, offsets_q, offsets_k, request_index)):
+        return launch_backward(
+            do,
+            q,
+            k,
+            v,
+            offsets_q,
+            offsets_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            activation,
+            pre_scale,
+            post_scale,
+            window_left,
+            window_right,
+            num_targets=num_targets,
+            request_index=request_index,
+        )
 
 
 @gdpa_backward_op.register_kernel("cpu")
@@ -195,6 +211,7 @@ def _backward_cpu(
     window_right: int,
     num_targets: Tensor | None,
     request_index: Tensor | None,
+    schedule: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     pairing = pair_sequences(q, offsets_q, offsets_k, request_index, max_seqlen_q, window_left, window_right)
     # The matmuls inside keep their dtype although the caller may be under autocast.
@@ -210,14 +227,14 @@ def _backward_fake(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tupl
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    q, k, v, offsets_q, offsets_k, *ctx.scalars, num_targets, request_index, _validate = inputs
-    ctx.save_for_backward(q, k, v, offsets_q, offsets_k, num_targets, request_index)
+    q, k, v, offsets_q, offsets_k, *ctx.scalars, num_targets, request_index, _validate, schedule = inputs
+    ctx.save_for_backward(q, k, v, offsets_q, offsets_k, num_targets, request_index, schedule)
 
 
 def _backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
-    *tensors, num_targets, request_index = ctx.saved_tensors
-    dq, dk, dv = gdpa_backward_op(do, *tensors, *ctx.scalars, num_targets, request_index)
-    return dq, dk, dv, *(None,) * 12
+    *tensors, num_targets, request_index, schedule = ctx.saved_tensors
+    dq, dk, dv = gdpa_backward_op(do, *tensors, *ctx.scalars, num_targets, request_index, schedule)
+    return dq, dk, dv, *(None,) * 13
 
 
 gdpa_op.register_autograd(_backward, setup_context=_setup_context)

@@ -1,4 +1,7 @@
-"""Registrations of the block: forward and backward ops, CPU and CUDA kernels, fakes, autograd, FLOP counts."""
+"""Registrations of the block: forward and backward ops, CPU and CUDA kernels, fakes, autograd, FLOP counts.
+
+``schedule`` is the token of an ``AttentionSchedule``.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from gem_kernels._src.attention.batching import compute_dtype
 from gem_kernels._src.attention.flops import backward_flops, forward_flops, num_pairs
+from gem_kernels._src.attention.reuse import reusing
+from gem_kernels._src.attention.schedule import find_store
 from gem_kernels._src.gdpa_norm_block import cpu
 from gem_kernels._src.gdpa_norm_block.arguments import Options, Parameters, Statistics
 from gem_kernels._src.validate import check_batch, reads_values
@@ -36,6 +41,7 @@ def gdpa_norm_block_op(
     residual: bool,
     eps: float,
     validate: bool,
+    schedule: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output (T_q, H, D), contiguous, in the dtype of q, and three statistics (T_q,) of its rows."""
     # Imported here: Triton is absent where only the CPU kernels are used.
@@ -46,7 +52,8 @@ def gdpa_norm_block_op(
     check_features(NAME, q.shape[1] * q.shape[2])
     options = Options(max_seqlen_q, max_seqlen_k, activation, pre_scale, post_scale, query_residual, residual, eps)
     parameters = Parameters(norm_weight, norm_bias, rms_weight)
-    out, statistics = launch_forward(q, k, v, offsets_q, offsets_k, parameters, options)
+    with reusing(find_store(NAME, schedule, offsets_q, offsets_k, None)):
+        out, statistics = launch_forward(q, k, v, offsets_q, offsets_k, parameters, options)
     return out, *statistics
 
 
@@ -69,12 +76,16 @@ def _forward_cpu(
     residual: bool,
     eps: float,
     validate: bool,
+    schedule: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check_batch(NAME, q, k, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, read_offsets=True)
+    # Whoever made a schedule of the offsets has read them; the attention inside finds it in scope.
+    store = find_store(NAME, schedule, offsets_q, offsets_k, None)
+    read_offsets = store is None or validate
+    check_batch(NAME, q, k, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, read_offsets=read_offsets)
     options = Options(max_seqlen_q, max_seqlen_k, activation, pre_scale, post_scale, query_residual, residual, eps)
     parameters = Parameters(norm_weight, norm_bias, rms_weight)
     # The matmuls inside keep their dtype although the caller may be under autocast.
-    with torch.autocast("cpu", enabled=False):
+    with torch.autocast("cpu", enabled=False), reusing(store):
         out, statistics = cpu.forward(q, k, v, offsets_q, offsets_k, parameters, options)
     return out, *statistics
 
@@ -107,13 +118,15 @@ def gdpa_norm_block_backward_op(
     query_residual: bool,
     residual: bool,
     eps: float,
+    schedule: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and the three parameters, empty for absent ones; the same bits on every run."""
     from gem_kernels._src.gdpa_norm_block.launch import launch_backward
 
     options = Options(max_seqlen_q, max_seqlen_k, activation, pre_scale, post_scale, query_residual, residual, eps)
     parameters, statistics = Parameters(norm_weight, norm_bias, rms_weight), Statistics(mean, rstd, rrms)
-    return launch_backward(do, q, k, v, offsets_q, offsets_k, parameters, statistics, options)
+    with reusing(find_store(NAME, schedule, offsets_q, offsets_k, None)):
+        return launch_backward(do, q, k, v, offsets_q, offsets_k, parameters, statistics, options)
 
 
 @gdpa_norm_block_backward_op.register_kernel("cpu")
@@ -138,11 +151,13 @@ def _backward_cpu(
     query_residual: bool,
     residual: bool,
     eps: float,
+    schedule: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     options = Options(max_seqlen_q, max_seqlen_k, activation, pre_scale, post_scale, query_residual, residual, eps)
     parameters, statistics = Parameters(norm_weight, norm_bias, rms_weight), Statistics(mean, rstd, rrms)
     # The matmuls inside keep their dtype although the caller may be under autocast.
-    with torch.autocast("cpu", enabled=False):
+    store = find_store(NAME, schedule, offsets_q, offsets_k, None)
+    with torch.autocast("cpu", enabled=False), reusing(store):
         return cpu.backward(do, q, k, v, offsets_q, offsets_k, parameters, statistics, options)
 
 
@@ -167,20 +182,20 @@ def _backward_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors_and_options, _validate = inputs
+    *tensors_and_options, _validate, schedule = inputs
     tensors, ctx.options = tensors_and_options[:8], tensors_and_options[8:]
-    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.save_for_backward(*tensors, *output[1:], schedule)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if do is None:
-        return (None,) * 17
-    saved = ctx.saved_tensors
-    dq, dk, dv, *dparameters = gdpa_norm_block_backward_op(do, *saved, *ctx.options)
+        return (None,) * 18
+    *saved, schedule = ctx.saved_tensors
+    dq, dk, dv, *dparameters = gdpa_norm_block_backward_op(do, *saved, *ctx.options, schedule)
     given = (None if x is None else dx for x, dx in zip(saved[5:8], dparameters, strict=True))
-    return dq, dk, dv, None, None, *given, *(None,) * 9
+    return dq, dk, dv, None, None, *given, *(None,) * 10
 
 
 gdpa_norm_block_op.register_autograd(_backward, setup_context=_setup_context)

@@ -1,4 +1,7 @@
-"""Registrations of jagged attention: forward and backward ops, CPU and CUDA kernels, fakes, autograd, FLOP counts."""
+"""Registrations of jagged attention: forward and backward ops, CPU and CUDA kernels, fakes, autograd, FLOP counts.
+
+``schedule`` is the token of an ``AttentionSchedule``.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from gem_kernels._src.attention.flops import backward_flops, forward_flops, num_pairs
 from gem_kernels._src.attention.pairing import num_output_rows
+from gem_kernels._src.attention.reuse import reusing
+from gem_kernels._src.attention.schedule import find_store
 from gem_kernels._src.jagged_attention import cpu
 from gem_kernels._src.jagged_attention.bias import Bias, pair_with_bias
 from gem_kernels._src.validate import check_batch, reads_values
@@ -36,6 +41,7 @@ def jagged_attention_op(
     times_k: Tensor | None = None,
     buckets_per_octave: int = 1,
     request_index: Tensor | None = None,
+    schedule: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output (T_q, H, D_v), (B S, H, D_v) of seeds, and log-sum-exp (T_q, H) in float32 (float64 for float64)."""
     # Imported here: Triton is absent where only the CPU kernels are used.
@@ -44,7 +50,8 @@ def jagged_attention_op(
     lengths = (offsets_q, offsets_k, max_seqlen_q, max_seqlen_k)
     check_batch(_NAME, q, k, *lengths, request_index=request_index, read_offsets=reads_values(validate))
     bias = Bias(position_bias, time_bias, times_q, times_k, buckets_per_octave)
-    return launch_forward(q, k, v, *lengths, scale, window_left, window_right, bias, request_index)
+    with reusing(find_store(_NAME, schedule, offsets_q, offsets_k, request_index)):
+        return launch_forward(q, k, v, *lengths, scale, window_left, window_right, bias, request_index)
 
 
 @jagged_attention_op.register_kernel("cpu")
@@ -66,9 +73,12 @@ def _forward_cpu(
     times_k: Tensor | None = None,
     buckets_per_octave: int = 1,
     request_index: Tensor | None = None,
+    schedule: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     lengths = (offsets_q, offsets_k, max_seqlen_q, max_seqlen_k)
-    check_batch(_NAME, q, k, *lengths, request_index=request_index, read_offsets=True)
+    # Whoever made a schedule of the offsets has read them.
+    known = find_store(_NAME, schedule, offsets_q, offsets_k, request_index) is not None and not validate
+    check_batch(_NAME, q, k, *lengths, request_index=request_index, read_offsets=not known)
     bias = Bias(position_bias, time_bias, times_q, times_k, buckets_per_octave)
     # The matmuls inside keep their dtype although the caller may be under autocast.
     with torch.autocast("cpu", enabled=False):
@@ -95,6 +105,7 @@ def _forward_fake(
     times_k: Tensor | None = None,
     buckets_per_octave: int = 1,
     request_index: Tensor | None = None,
+    schedule: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     rows = num_output_rows(q, offsets_q, offsets_k, request_index)
@@ -123,13 +134,15 @@ def jagged_attention_backward_op(
     times_k: Tensor | None = None,
     buckets_per_octave: int = 1,
     request_index: Tensor | None = None,
+    schedule: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients dq, dk, dv, contiguous, in the dtypes of q, k, v; the same bits on every run."""
     from gem_kernels._src.jagged_attention.backward import launch_backward
 
     bias = Bias(position_bias, time_bias, times_q, times_k, buckets_per_octave)
     sizes = (max_seqlen_q, max_seqlen_k, scale, window_left, window_right)
-    return launch_backward(do, dlse, q, k, v, out, lse, offsets_q, offsets_k, *sizes, bias, request_index)
+    with reusing(find_store(_NAME, schedule, offsets_q, offsets_k, request_index)):
+        return launch_backward(do, dlse, q, k, v, out, lse, offsets_q, offsets_k, *sizes, bias, request_index)
 
 
 @jagged_attention_backward_op.register_kernel("cpu")
@@ -154,6 +167,7 @@ def _backward_cpu(
     times_k: Tensor | None = None,
     buckets_per_octave: int = 1,
     request_index: Tensor | None = None,
+    schedule: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     bias = Bias(position_bias, time_bias, times_q, times_k, buckets_per_octave)
     # The matmuls inside keep their dtype although the caller may be under autocast.
@@ -192,15 +206,16 @@ def jagged_attention_bias_backward_op(
     times_k: Tensor | None = None,
     buckets_per_octave: int = 1,
     request_index: Tensor | None = None,
+    schedule: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the two tables in their dtypes, the same bits on every run; empty for a table that is None."""
     from gem_kernels._src.jagged_attention.tables import launch_table_gradients
 
     bias = Bias(position_bias, time_bias, times_q, times_k, buckets_per_octave)
     sizes = (max_seqlen_q, max_seqlen_k, scale, window_left, window_right)
-    return _like_tables(
-        q, bias, launch_table_gradients(do, dlse, q, k, v, out, lse, offsets_q, offsets_k, *sizes, bias, request_index)
-    )
+    saved = (do, dlse, q, k, v, out, lse, offsets_q, offsets_k)
+    with reusing(find_store(_NAME, schedule, offsets_q, offsets_k, request_index)):
+        return _like_tables(q, bias, launch_table_gradients(*saved, *sizes, bias, request_index))
 
 
 @jagged_attention_bias_backward_op.register_kernel("cpu")
@@ -225,6 +240,7 @@ def _bias_backward_cpu(
     times_k: Tensor | None = None,
     buckets_per_octave: int = 1,
     request_index: Tensor | None = None,
+    schedule: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     bias = Bias(position_bias, time_bias, times_q, times_k, buckets_per_octave)
     window = (window_left, window_right)
@@ -272,19 +288,19 @@ def _bias_backward_fake(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, offsets_q, offsets_k = inputs[:5]
     ctx.scalars = inputs[5:10]
-    *bias, per_octave, request_index = inputs[11:]
+    *bias, per_octave, request_index, schedule = inputs[11:]
     ctx.buckets_per_octave = per_octave
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, offsets_q, offsets_k, *bias, request_index)
+    ctx.save_for_backward(q, k, v, *output, offsets_q, offsets_k, *bias, request_index, schedule)
 
 
 def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse, offsets_q, offsets_k, *bias, request_index = ctx.saved_tensors
+    q, k, v, out, lse, offsets_q, offsets_k, *bias, request_index, schedule = ctx.saved_tensors
     if do is None and dlse is None:
-        return (None,) * 17
+        return (None,) * 18
     do = torch.zeros_like(out) if do is None else do
     args = (do, dlse, q, k, v, out, lse, offsets_q, offsets_k, *ctx.scalars)
-    args = (*args, *bias, ctx.buckets_per_octave, request_index)
+    args = (*args, *bias, ctx.buckets_per_octave, request_index, schedule)
     dq, dk, dv = jagged_attention_backward_op(*args)
     dposition = dtime = None
     # Frozen tables cost nothing. The dispatcher drops trailing arguments at their defaults.
@@ -292,14 +308,14 @@ def _backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Any, ..
     if position_needed or time_needed:
         dposition, dtime = jagged_attention_bias_backward_op(*args)
     dposition, dtime = dposition if position_needed else None, dtime if time_needed else None
-    return dq, dk, dv, *(None,) * 8, dposition, dtime, *(None,) * 4
+    return dq, dk, dv, *(None,) * 8, dposition, dtime, *(None,) * 5
 
 
 jagged_attention_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _request_index(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The last argument, ``place`` behind the window, however the call spelled it."""
+    """The argument ``place`` behind the window, however the call spelled it."""
     value: Tensor | None = args[place] if len(args) > place else kwargs.get("request_index")
     return value
 
