@@ -1,8 +1,11 @@
 """The benchmark runner: order of calls, rates, rows."""
 
+import importlib.util
 import itertools
 import json
 import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ import torch
 from gem_kernels.testing import bench
 
 CPU = torch.device("cpu")
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 def test_providers_are_warmed_up_and_then_alternate():
@@ -89,6 +93,49 @@ def test_rounds_have_rows_of_the_other_work_between_the_providers_and_alone(caps
     ]
     assert [row["tflops"] for row in rows] == [3.0, 6.0, 7.5]
     assert {row["ratio_to"] for row in rows} == {"matmul"}
+
+
+@pytest.fixture
+def plot():
+    spec = importlib.util.spec_from_file_location("plot", BENCHMARKS / "plot.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def chart_rows(ratios, commit="a", date="2026-01-01"):
+    where = {"gpu": "G", "torch": "2", "triton": "3", "dtype": "bfloat16", "commit": commit, "date": date}
+    common = {"op": "jagged_attention", "direction": "backward", "shape": "B1152-uniform1024", "ratio_to": "matmul"}
+    return [common | where | {"provider": name, "ratio": ratio} for name, ratio in ratios.items()]
+
+
+def test_a_chart_has_a_bar_per_provider_and_a_line_at_the_aim(plot):
+    ratios = {
+        "gem_kernels.jagged_attention": 0.4,
+        "torch sdpa cudnn, padded": 0.1,
+        "torch varlen_attn": 0.2,
+        "matmul bfloat16 8192": 1.0,
+        "matmul bfloat16 8192, alone": 1.1,
+    }
+    rows = chart_rows(ratios)
+    root = ElementTree.fromstring(plot.Chart("jagged_attention", rows).draw())
+    bars = {
+        float(x.get("width")): x.get("fill")
+        for x in root.iter("{http://www.w3.org/2000/svg}rect")
+        if x.get("height") == "10" and x.get("width") != "10"
+    }
+    # 1.6 times varlen_attn, 0.32, is more than 2.5 times padded cuDNN and less than ours, the longest bar.
+    assert sorted(bars) == pytest.approx([330 / 4, 330 / 2, 330], rel=1e-3)
+    assert bars[330.0] == plot.OURS[0]
+    assert plot.aim_of("jagged_attention", "backward", "B1152-uniform1024", rows) == pytest.approx(0.32)
+    assert plot.aim_of("jagged_attention", "backward", "B1152-uniform1024", rows[:2]) is None
+    lines = [x.get("d") for x in root.iter("{http://www.w3.org/2000/svg}path") if x.get("stroke") == "#000"]
+    assert any(line.startswith(f"M{118 + 330 * 0.8:.4g} ") for line in lines)
+
+
+def test_a_chart_shows_the_commit_that_was_measured_last(plot):
+    new = chart_rows({"ours": 0.5}, commit="b", date="2026-01-02")
+    assert plot.newest([*new, *chart_rows({"ours": 0.4, "other": 0.3})]) == new
 
 
 @pytest.mark.gpu
