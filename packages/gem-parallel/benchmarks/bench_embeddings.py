@@ -5,9 +5,9 @@
 
 Each row is one (shape, batch, provider). `ms` are milliseconds of exchange + lookup (forward) and of backward with the
 fused optimizer, with a wait for the device after each, median and 20th / 80th percentile over interleaved steps. `loop`
-is milliseconds per step of a loop without such waits, as training runs; the median over interleaved rounds. Ratios of
-both, to every provider of fbgemm, follow. The dense model between forward and backward is a node that hands over
-gradients made before; it is not timed in `ms`, and costs one operator in `loop`.
+is milliseconds per step of a loop without such waits, as training runs; the median over rounds. Providers take turns in
+random order. Ratios of both, to every provider of fbgemm, follow. The dense model between forward and backward is a
+node that hands over gradients made before; it is not timed in `ms`, and costs one operator in `loop`.
 
 Providers of fbgemm are one SplitTableBatchedEmbeddingBagsCodegen over all features, pooling inside the kernel (unpooled
 for the shape `history`):
@@ -19,8 +19,9 @@ for the shape `history`):
 - `tbe_inputs`: that with fbgemm's own check of ids, which wants no wait, moves bad ids to row 0 and takes -1 for valid.
 - `tbe_raises`: that, and the count of bad ids is read before the rows are handed on, so that it can raise as gem does.
 
-`gem` starts from each feature's own tensors, checks every id and offset exactly, raises, and gives each feature's rows.
-`gem_ahead` is the same with `exchange` a batch ahead, as a pipelined step calls it.
+`gem_joined` has the inputs and outputs of `tbe`, by `KeyedJaggedIds` and `lookup_joined`, but checks every id and
+offset exactly and raises. `gem` does so from each feature's own tensors to each feature's rows. `joined_ahead`,
+`gem_ahead`: the same with `exchange` a batch ahead, as a pipelined step calls it.
 
 Steps go round eight batches. All batches of a shape have the same sizes, but for `ragged`, where bags have 0 to 39 ids.
 The tables of `dims` have 16, 64 and 128 columns in turn, which is one lookup for fbgemm and three for gem.
@@ -33,6 +34,7 @@ import argparse
 import json
 import logging
 import platform
+import random
 import statistics
 import time
 import warnings
@@ -42,7 +44,14 @@ from functools import partial
 
 import torch
 
-from gem_parallel import FeatureConfig, ShardedEmbeddings, SparseOptimizerConfig, TableConfig
+from gem_parallel import (
+    FeatureConfig,
+    KeyedJaggedIds,
+    Pending,
+    ShardedEmbeddings,
+    SparseOptimizerConfig,
+    TableConfig,
+)
 
 warnings.simplefilter("ignore")
 
@@ -155,7 +164,7 @@ class Step:
         return (time.perf_counter() - start) * 1e3 / count
 
 
-def gem(shape: Shape, device: str, kind: str, *, ahead: bool = False) -> Provider:
+def gem(shape: Shape, device: str, kind: str, *, ahead: bool = False, join: bool = False) -> Provider:
     names = [f"t{index}" for index in range(shape.num_tables)]
     module = ShardedEmbeddings(
         [TableConfig(name=n, num_rows=shape.num_rows, dim=dim) for n, dim in zip(names, shape.table_dims, strict=True)],
@@ -166,17 +175,27 @@ def gem(shape: Shape, device: str, kind: str, *, ahead: bool = False) -> Provide
 
     def provide(batches: list[Inputs]) -> Forward:
         ids = [dict(zip(names, each, strict=True)) for each in batches]
-        if not ahead:
-            return lambda number: list(module.lookup(module.exchange(ids[number])).values())
-        pending: dict[int, object] = {}
+        ready = [joined(each) for each in batches]
+        pending: dict[int, Pending] = {}
+
+        def exchange(number: int) -> Pending:
+            if not join:
+                return module.exchange(ids[number])
+            values, offsets = ready[number]
+            return module.exchange(KeyedJaggedIds(names, values, offsets=offsets))
+
+        def look_up(mine: Pending) -> list[torch.Tensor]:
+            return [module.lookup_joined(mine)] if join else list(module.lookup(mine).values())
 
         def forward(number: int) -> list[torch.Tensor]:
             # Every call but the first finds its batch.
-            mine = pending.pop(number, None) or module.exchange(ids[number])
-            rows = list(module.lookup(mine).values())
+            rows = look_up(pending.pop(number, None) or exchange(number))
             pending.clear()
-            pending[(number + 1) % NUM_BATCHES] = module.exchange(ids[(number + 1) % NUM_BATCHES])
+            pending[(number + 1) % NUM_BATCHES] = exchange((number + 1) % NUM_BATCHES)
             return rows
+
+        if not ahead:
+            return lambda number: look_up(exchange(number))
 
         return forward
 
@@ -256,6 +275,8 @@ PROVIDERS = {
     "tbe_features": tbe_features,
     "tbe_inputs": partial(tbe_features, checked=True),
     "tbe_raises": partial(tbe_features, checked=True, raises=True),
+    "gem_joined": partial(gem, join=True),
+    "joined_ahead": partial(gem, join=True, ahead=True),
     "gem": gem,
     "gem_ahead": partial(gem, ahead=True),
 }
@@ -289,14 +310,16 @@ def spread(samples: list[float]) -> dict[str, float]:
 def measure(steps: dict[str, Step], count: int) -> dict[str, dict[str, dict[str, float]]]:
     """Provider -> what -> milliseconds."""
     times: dict[str, list[tuple[float, float]]] = {provider: [] for provider in steps}
+    # In no fixed order, so that none always follows the same other.
+    order = random.Random(0)
     for index in range(count + NUM_BATCHES):
-        for provider, step in steps.items():
+        for provider, step in order.sample(list(steps.items()), len(steps)):
             measured = step(index % NUM_BATCHES)
             if index >= NUM_BATCHES:
                 times[provider].append(measured)
     loops: dict[str, list[float]] = {provider: [] for provider in steps}
     for _ in range(NUM_ROUNDS):
-        for provider, step in steps.items():
+        for provider, step in order.sample(list(steps.items()), len(steps)):
             loops[provider].append(step.loop(2 * NUM_BATCHES))
     return {
         provider: {

@@ -6,6 +6,7 @@ def test_public_names():
         "ExpertParallel",
         "FeatureConfig",
         "FeatureStatus",
+        "KeyedJaggedIds",
         "LengthCost",
         "Link",
         "ParallelDims",

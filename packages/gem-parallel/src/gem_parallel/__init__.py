@@ -3,7 +3,14 @@
 from gem_parallel._version import __version__
 from gem_parallel.balance import LengthCost, balance_samples
 from gem_parallel.collectives import choose_collectives
-from gem_parallel.embeddings import FeatureConfig, Pending, ShardedEmbeddings, SparseOptimizerConfig, TableConfig
+from gem_parallel.embeddings import (
+    FeatureConfig,
+    KeyedJaggedIds,
+    Pending,
+    ShardedEmbeddings,
+    SparseOptimizerConfig,
+    TableConfig,
+)
 from gem_parallel.engines import FeatureStatus, engine_report
 from gem_parallel.experts import ExpertParallel
 from gem_parallel.gradients import clip_grad_norm_, grad_norm
@@ -15,6 +22,7 @@ __all__ = [
     "ExpertParallel",
     "FeatureConfig",
     "FeatureStatus",
+    "KeyedJaggedIds",
     "LengthCost",
     "Link",
     "ParallelDims",

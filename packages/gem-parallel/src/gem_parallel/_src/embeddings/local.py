@@ -18,6 +18,7 @@ from gem_parallel._src.embeddings.combined_engine import CombinedEngine
 from gem_parallel._src.embeddings.config import FeatureConfig, IdPolicy
 from gem_parallel._src.embeddings.flat_batch import Flattener
 from gem_parallel._src.embeddings.ids import BatchIds
+from gem_parallel._src.embeddings.keyed_path import KeyedPath
 from gem_parallel._src.embeddings.layout import Group
 from gem_parallel._src.embeddings.pending import LocalBatch
 from gem_parallel._src.embeddings.transfer import Flag
@@ -61,6 +62,10 @@ class LocalPath:
         self._flattener = Flattener(
             self._units, groups, features, policy=policy, device=device, shared=True, planned=self._kernel
         )
+        self.keyed: KeyedPath | None = None
+        """For joined batches."""
+        if self._kernel:
+            self.keyed = KeyedPath(self._units, self._engines, groups, features, policy=policy, device=device)
         self._flags: list[Flag] = []
         self._anchor = torch.zeros(0, device=device, requires_grad=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -28,11 +29,13 @@ from gem_parallel._src.embeddings.faults import raise_local, raise_ranks, raise_
 from gem_parallel._src.embeddings.grid import make_grid
 from gem_parallel._src.embeddings.ids import BatchReport, flatten_ids, summarise
 from gem_parallel._src.embeddings.initial import fill_initial
+from gem_parallel._src.embeddings.keyed import KeyedJaggedIds
+from gem_parallel._src.embeddings.keyed_path import KeyedBatch, KeyedPath
 from gem_parallel._src.embeddings.layout import check_local_rows, make_groups, make_shards
 from gem_parallel._src.embeddings.local import LocalPath
 from gem_parallel._src.embeddings.lookup import Assemble, Flight, Started, start_flights
 from gem_parallel._src.embeddings.memory import check_locations
-from gem_parallel._src.embeddings.pending import GroupRequest, Pending
+from gem_parallel._src.embeddings.pending import GroupRequest, LocalBatch, Pending
 from gem_parallel._src.embeddings.per_table import pooled_outputs
 from gem_parallel._src.embeddings.state import LocalTable, load_tables, save_tables
 from gem_parallel._src.embeddings.stores import ShardedStore, Store, Update
@@ -209,7 +212,7 @@ class ShardedEmbeddings(nn.Module):
         for table in self._local_tables():
             fill_initial(table.weight, table.shard, table.first_row, table.last_row, seed)
 
-    def exchange(self, ids: Mapping[str, tuple[Tensor, Tensor]]) -> Pending:
+    def exchange(self, ids: Mapping[str, tuple[Tensor, Tensor]] | KeyedJaggedIds) -> Pending:
         """Check a batch's ids and start moving them to the ranks that own their rows.
 
         May run a batch ahead of ``lookup``, on any CUDA stream: rows are read at ``lookup``. Over several ranks on
@@ -219,7 +222,10 @@ class ShardedEmbeddings(nn.Module):
         Args:
             ids: Feature -> (values (N,) int64, offsets (num_bags + 1,) int64 from 0 to N), on the tables' device. The
                 features' bags may differ in number. A feature left out is not looked up on this rank and is no key of
-                what ``lookup`` returns; for zero vectors give it no values and num_bags + 1 zeros as offsets.
+                what ``lookup`` returns; for zero vectors give it no values and num_bags + 1 zeros as offsets. Or
+                ``KeyedJaggedIds``, whose features are joined already: in one process on CUDA with Triton they are
+                checked and looked up as they are, if the tables of all keys have one dim, location and pooling and none
+                is hashed. Else they are cut into features first, for which the host waits for the device once more.
 
         Raises:
             IndexError: an id outside its table under ``id_policy="error"``. In one process on CUDA it is raised by
@@ -229,16 +235,46 @@ class ShardedEmbeddings(nn.Module):
             TypeError: a wrong type or dtype.
             RuntimeError: another rank refused its batch.
         """
-        pending = self._exchange(ids) if self._local is None else self._exchange_locally(ids, self._local)
-        pending.owner = self
+        keys, joined = None, None
+        if isinstance(ids, KeyedJaggedIds):
+            keys, joined = ids.keys, self._exchange_joined(ids)
+            ids = self._split(ids) if joined is None else {}
+        if joined is not None:
+            pending = joined
+        elif self._local is not None:
+            pending = self._exchange_locally(ids, self._local)
+        else:
+            pending = self._exchange(ids)
+        pending.owner, pending.keys = self, keys
         if self._meter is not None:
             pending.named = {name: values for name, (values, _) in ids.items()}
         return pending
 
-    def _exchange_locally(self, ids: Mapping[str, tuple[Tensor, Tensor]], path: LocalPath) -> Pending:
+    def _exchange_joined(self, ids: KeyedJaggedIds) -> Pending | None:
+        """None if features must be looked at one by one."""
+        path = None if self._local is None else self._local.keyed
+        if path is None or self._meter is not None:
+            return None
         stream = torch.cuda.current_stream(self.device) if self._on_cuda else None
         local = path.exchange(ids, stream)
-        pending = Pending(requests=(), works=[], summary=None, ready=None, local=local, stream=stream)
+        return None if local is None else self._begun(local, path, stream)
+
+    def _split(self, ids: KeyedJaggedIds) -> dict[str, tuple[Tensor, Tensor]]:
+        try:
+            return ids.split()
+        except Exception:
+            if self._exchanger is not None:
+                self._exchanger.refuse()
+            raise
+
+    def _exchange_locally(self, ids: Mapping[str, tuple[Tensor, Tensor]], path: LocalPath) -> Pending:
+        stream = torch.cuda.current_stream(self.device) if self._on_cuda else None
+        return self._begun(path.exchange(ids, stream), path, stream)
+
+    def _begun(
+        self, local: LocalBatch | KeyedBatch, path: LocalPath | KeyedPath, stream: torch.cuda.Stream | None
+    ) -> Pending:
+        pending = Pending(requests=(), works=[], summary=None, ready=None, local=local, path=path, stream=stream)
         if stream is None:
             self._settle(pending)
         elif local.flag is not None:
@@ -299,15 +335,14 @@ class ShardedEmbeddings(nn.Module):
         step = self._step + 1 if training else None
         if self._meter is not None and training:
             self._meter.start(pending.named, self._local_tables())
-        if self._local is not None:
-            assert pending.local is not None
-            if pending.local.layout is not None and pending.local.layout.impossible:
+        if pending.local is not None:
+            if pending.local.impossible:
                 self._settle(pending)
             if training:
-                sums = self._local.read(pending.local, step)
+                sums = pending.path.read(pending.local, step)
             else:
                 with torch.no_grad():
-                    sums = self._local.read(pending.local, None)
+                    sums = pending.path.read(pending.local, None)
             # The device has work while the host waits for the check.
             self._settle(pending)
             self._step = step or self._step
@@ -339,24 +374,74 @@ class ShardedEmbeddings(nn.Module):
         Raises:
             IndexError, ValueError, TypeError: as ``start_lookup``.
         """
-        self._check_pending("lookup", pending)
-        if pending.started is None:
-            self.start_lookup(pending)
-        started = pending.started
-        assert started is not None
-        if started.done:
-            raise ValueError("lookup: `pending` must be a batch that was not looked up, got one that was")
-        started.done = True
-        if self._local is not None:
-            assert pending.local is not None
+        started = self._begin("lookup", pending)
+        if pending.local is None:
+            found = self._assemble(pending, started)
+        else:
             sums, started.sums = started.sums, []
             training = started.step is not None
-            if torch.is_grad_enabled() is training:
-                found = self._local.outputs(pending.local, sums)
-            else:
-                with torch.set_grad_enabled(training):
-                    found = self._local.outputs(pending.local, sums)
-            return self._watched(found, started.step)
+            with nullcontext() if torch.is_grad_enabled() is training else torch.set_grad_enabled(training):
+                found = pending.path.outputs(pending.local, sums)
+        if pending.keys is not None:
+            found = {key: found[key] for key in pending.keys}
+        if self._meter is not None and started.step is not None:
+            self._meter.watch(found.values())
+        return found
+
+    def lookup_joined(self, pending: Pending) -> Tensor:
+        """Rows of a batch of ``KeyedJaggedIds`` as one tensor, in place of ``lookup``.
+
+        In one process on CUDA (see ``exchange`` for when) it is what the lookup wrote, and its gradient is what the
+        update reads: nothing is cut or copied. Elsewhere the features' rows are copied into it.
+
+        Returns:
+            (rows, dim) float32: those of the first key, then the second key's, as ``lookup`` gives them. With F keys of
+            B bags, pooled, it is (F * B, dim): ``rows.view(F, B, dim).transpose(0, 1)`` is (B, F, dim).
+
+        Raises:
+            ValueError: the batch came as a mapping, or the keys' tables have several dims; it can still be looked up.
+            IndexError, ValueError, TypeError: as ``start_lookup``.
+        """
+        self._check_pending("lookup_joined", pending)
+        if pending.keys is None:
+            raise ValueError(
+                "lookup_joined: `pending` must be of KeyedJaggedIds, got a batch that came as a mapping; call lookup"
+            )
+        if isinstance(pending.local, KeyedBatch):
+            started = self._begin("lookup_joined", pending)
+            (rows,), started.sums = started.sums, []
+            return rows
+        self._check_one_dim(pending.keys)
+        found = self.lookup(pending)
+        with torch.set_grad_enabled(any(each.requires_grad for each in found.values())):
+            return torch.cat([found[key] for key in pending.keys])
+
+    def _check_one_dim(self, keys: Sequence[str]) -> None:
+        table_of = {feature.name: feature.table for feature in self.features}
+        dim_of = {table.name: table.dim for table in self.tables}
+        dims: dict[int, str] = {}
+        for key in keys:
+            dims.setdefault(dim_of[table_of[key]], key)
+        if len(dims) > 1:
+            shown = ", ".join(f"{dim} ({key!r})" for dim, key in sorted(dims.items()))
+            raise ValueError(
+                f"lookup_joined: the tables of all keys must have one dim, got {shown}; call lookup, or keep the "
+                "features of each dim in a ShardedEmbeddings of their own"
+            )
+
+    def _begin(self, function: str, pending: Pending) -> Started:
+        """Start the lookup if that is still to be done, and take it."""
+        self._check_pending(function, pending)
+        if pending.started is None:
+            self.start_lookup(pending)
+        started: Started = pending.started
+        if started.done:
+            raise ValueError(f"{function}: `pending` must be a batch that was not looked up, got one that was")
+        started.done = True
+        return started
+
+    def _assemble(self, pending: Pending, started: Started) -> dict[str, Tensor]:
+        """Each feature's rows, where engines do not pool all features at once."""
         flights, started.flights = started.flights, None
         outputs: list[Tensor] = []
         if flights is None:
@@ -378,12 +463,7 @@ class ShardedEmbeddings(nn.Module):
             parts = [output for _, output in sorted(by_name.get(feature.name, []), key=lambda part: part[0])]
             if parts:
                 found[feature.name] = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return self._watched(found, started.step)
-
-    def _watched(self, outputs: dict[str, Tensor], step: int | None) -> dict[str, Tensor]:
-        if self._meter is not None and step is not None:
-            self._meter.watch(outputs.values())
-        return outputs
+        return found
 
     @property
     def learning_rate(self) -> float:
@@ -465,7 +545,11 @@ class ShardedEmbeddings(nn.Module):
             assert pending.local is not None
             if pending.local.flag is None:
                 return
-            faulty = self._local.faults(pending.local)
+            try:
+                faulty = pending.path.faults(pending.local)
+            except ValueError:
+                pending.started = _refused()
+                raise
             report = None if faulty is None else summarise(faulty.summary.tolist())
             batch = () if faulty is None else faulty.groups
         else:
@@ -474,7 +558,7 @@ class ShardedEmbeddings(nn.Module):
         if report is not None:
             self._count(report)
             # Whoever catches the error has no batch to look up.
-            pending.started = Started(step=None, learning_rate=0.0, flights=None, done=True)
+            pending.started = _refused()
             raise_local(report, batch, self.features, self.tables, self.id_policy)
             pending.started = None
 
@@ -568,6 +652,11 @@ class ShardedEmbeddings(nn.Module):
         if self._grid is not None:
             lines.append(f"{self._grid.num_shards} ranks hold a copy, {self._grid.num_replicas} replicas")
         return "\n".join([*lines, f"optimizer={self.optimizer.kind}, id_policy={self.id_policy}"])
+
+
+def _refused() -> Started:
+    """Of a batch that is not to be looked up."""
+    return Started(step=None, learning_rate=0.0, flights=None, done=True)
 
 
 def _shape_of(mesh: DeviceMesh) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gem_parallel._src.embeddings.batch_layout import BatchLayout
 from gem_parallel._src.embeddings.ids import BatchReport, GroupIds, summarise
+from gem_parallel._src.embeddings.keyed_path import KeyedBatch
 from gem_parallel._src.embeddings.link import Transfer
 from gem_parallel._src.embeddings.transfer import DeviceVector, Flag
 
@@ -102,6 +103,15 @@ class LocalBatch:
     flag: Flag | None
     """Number of faults; until it is read."""
 
+    @property
+    def impossible(self) -> bool:
+        """A feature has values but no bags."""
+        return self.layout is not None and self.layout.impossible
+
+    def tensors(self) -> list[Tensor]:
+        """All of the device."""
+        return [each for each in (self.given, self.safe, *self.bags) if each is not None]
+
 
 @dataclass(slots=True, kw_only=True)
 class Pending:
@@ -116,8 +126,12 @@ class Pending:
     """Recorded on the stream that ran ``exchange``."""
     stream: torch.cuda.Stream | None = None
     """That stream."""
-    local: LocalBatch | None = None
+    local: LocalBatch | KeyedBatch | None = None
     """The batch of a process whose engines pool themselves; there are no ``requests`` then."""
+    path: Any = None
+    """``LocalPath`` or ``KeyedPath`` that made it."""
+    keys: tuple[str, ...] | None = None
+    """Of a batch that came joined."""
     named: dict[str, Tensor] = field(default_factory=dict)
     """Feature -> ids as given, where updates are measured."""
     owner: Any = None
@@ -136,8 +150,7 @@ class Pending:
         """All device tensors held here."""
         found: list[Tensor] = list(self.named.values())
         if self.local is not None:
-            given, safe = self.local.given, self.local.safe
-            found += [each for each in (given, safe, *self.local.bags) if each is not None]
+            found += self.local.tensors()
         for request in self.requests:
             found += [] if request.bags is None else [request.bags]
             found += [request.rows, request.ids.values, *(feature.offsets for feature in request.ids.features)]

@@ -1,0 +1,132 @@
+"""A batch whose features are joined already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["KeyedJaggedIds"]
+
+
+class KeyedJaggedIds:
+    """Ids of several features as one tensor, feature after feature, as in torchrec's ``KeyedJaggedTensor``.
+
+    All features have the same number of bags B. ``ShardedEmbeddings.exchange`` takes it in place of a mapping, and
+    ``lookup_joined`` gives the rows as one tensor. The tensors are kept, not copied, and must not be changed before the
+    lookup returns.
+
+    Args:
+        keys: The F features in the order of their ids; distinct, at least one.
+        values: (N,) int64 ids: those of the first key's bags, then the second key's, and so on.
+        offsets: (F * B + 1,) int64 from 0 to N: where each bag begins in ``values``. ``offsets`` or ``lengths``.
+        lengths: (F * B,) int64 or int32 number of ids of each bag; offsets are summed from it, by a few operators.
+
+    Raises:
+        TypeError: a wrong type or dtype.
+        ValueError: keys that repeat or are none, a wrong shape, a number of bags that keys do not divide, tensors on
+            different devices, or both or neither of offsets and lengths. What offsets and ids say is checked by
+            ``exchange``.
+    """
+
+    __slots__ = ("keys", "num_bags", "offsets", "values")
+
+    def __init__(
+        self, keys: Sequence[str], values: Tensor, *, offsets: Tensor | None = None, lengths: Tensor | None = None
+    ) -> None:
+        self.keys = _checked_keys(keys)
+        _check_tensor("values", values, (torch.int64,))
+        if (offsets is None) is (lengths is None):
+            given = "neither" if offsets is None else "both"
+            raise ValueError(f"KeyedJaggedIds: give `offsets` or `lengths`, and not both, got {given}")
+        if offsets is None:
+            assert lengths is not None
+            _check_tensor("lengths", lengths, (torch.int64, torch.int32))
+            offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
+            torch.cumsum(lengths, 0, out=offsets[1:])
+        else:
+            _check_tensor("offsets", offsets, (torch.int64,))
+        if offsets.device != values.device:
+            raise ValueError(
+                f"KeyedJaggedIds: `values` and {'`offsets`' if lengths is None else '`lengths`'} must be on one "
+                f"device, got {values.device} and {offsets.device}"
+            )
+        self.num_bags, rest = divmod(offsets.numel() - 1, len(self.keys))
+        if rest or offsets.numel() == 0:
+            rule = (
+                "`offsets` must hold keys x bags + 1 numbers"
+                if lengths is None
+                else "`lengths` must hold keys x bags numbers"
+            )
+            count = offsets.numel() if lengths is None else lengths.numel()
+            raise ValueError(
+                f"KeyedJaggedIds: {rule}, as many bags for each of the {len(self.keys)} keys, got {count}; features "
+                "with other numbers of bags go to exchange as a mapping of (values, offsets)"
+            )
+        self.values, self.offsets = values, offsets
+
+    def split(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Each key's own (values, offsets), values as views. On CUDA the host waits for the device.
+
+        Raises:
+            ValueError: the keys' ids do not follow one another from 0 to N.
+        """
+        if self.num_bags:
+            starts = self.offsets[:: self.num_bags].tolist()
+        else:
+            starts = [*self.offsets.tolist() * len(self.keys), int(self.offsets[0])]
+        num_values = self.values.numel()
+        if starts[0] != 0:
+            raise ValueError(
+                f"exchange: `offsets` of joined ids must start at 0, got {starts[0]} as first offset of feature "
+                f"{self.keys[0]!r}"
+            )
+        found = {}
+        for at, key in enumerate(self.keys):
+            start, end = starts[at], starts[at + 1]
+            if not start <= end <= num_values:
+                raise ValueError(
+                    "exchange: `offsets` of joined ids must never fall and end at the number of values "
+                    f"({num_values}), got {start} to {end} for feature {key!r}; build them as a 0 and the running sum "
+                    "of all bags' lengths"
+                )
+            bags = self.offsets[at * self.num_bags : (at + 1) * self.num_bags + 1]
+            found[key] = self.values[start:end], bags - start if start else bags
+        if starts[-1] != num_values:
+            raise ValueError(
+                f"exchange: `offsets` of joined ids must end at the number of values ({num_values}), got {starts[-1]}, "
+                f"the end of feature {self.keys[-1]!r}; values and offsets must be of one batch"
+            )
+        return found
+
+    def __repr__(self) -> str:
+        shown = ", ".join(self.keys[:3]) + (", ..." if len(self.keys) > 3 else "")
+        return f"KeyedJaggedIds([{shown}], {self.values.numel()} ids, {self.num_bags} bags per key)"
+
+
+def _checked_keys(keys: object) -> tuple[str, ...]:
+    if isinstance(keys, str) or not isinstance(keys, Sequence):
+        raise TypeError(f"KeyedJaggedIds: `keys` must be a sequence of feature names, got {type(keys).__name__}")
+    found = tuple(keys)
+    if set(map(type, found)) - {str}:
+        wrong = next(each for each in found if type(each) is not str)
+        raise TypeError(f"KeyedJaggedIds: `keys` must be str, got {type(wrong).__name__}")
+    if not found:
+        raise ValueError("KeyedJaggedIds: `keys` must name at least one feature, got none; for no features pass {}")
+    if len(set(found)) < len(found):
+        twice = next(key for key in found if found.count(key) > 1)
+        raise ValueError(f"KeyedJaggedIds: `keys` must be distinct, got {twice!r} {found.count(twice)} times")
+    return found
+
+
+def _check_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...]) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"KeyedJaggedIds: `{name}` must be a Tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"KeyedJaggedIds: `{name}` must be {names}, got {tensor.dtype}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"KeyedJaggedIds: `{name}` must be a dense tensor, got one of layout {tensor.layout}")
+    if tensor.ndim != 1:
+        raise ValueError(f"KeyedJaggedIds: `{name}` must have one dim, got shape {tuple(tensor.shape)}")
