@@ -408,7 +408,11 @@ def refusals(rank):
 
 def one_rank_refuses(rank):
     """id -> error of this rank, where only rank 1 was given something wrong; nobody waits."""
-    layer = ExpertParallel([nn.Linear(2, 2), nn.Linear(2, 2)], dist.group.WORLD)
+
+    def built(num_experts=2, **options):
+        return ExpertParallel([nn.Linear(2, 2) for _ in range(num_experts)], dist.group.WORLD, **options)
+
+    layer = built()
     x = torch.ones(3, 2)
     calls = {
         "rows of this rank": lambda: layer(x, rows=[[3, 4]] if rank else [[3, 3]]),
@@ -420,6 +424,9 @@ def one_rank_refuses(rank):
         "negative count": lambda: exchange_counts([-1 if rank else 1], dist.group.WORLD),
         "count of another kind": lambda: exchange_counts([1.5 if rank else 1], dist.group.WORLD),
         "more counts": lambda: exchange_counts(range(40 if rank else 30), dist.group.WORLD),
+        "another gather_dtype": lambda: built(gather_dtype=torch.bfloat16 if rank else None)(x),
+        "another reduce_dtype": lambda: built(reduce_dtype=torch.float64 if rank else torch.float32)(x),
+        "more experts": lambda: built(num_experts=2 + rank)(x),
     }
     found = {}
     for name, call in calls.items():
@@ -466,6 +473,14 @@ ONE_REFUSES = {
     "negative count": (STOPS, "`counts` must be at least 0, got [-1]"),
     "count of another kind": (STOPS, "`counts` must be a list of ints, got [1.5]"),
     "more counts": ("got 30 here and 40 on ranks [1]", "got 40 here and 30 on ranks [0]"),
+    "another gather_dtype": (
+        "`gather_dtype` must be equal on all ranks of the group, got None on ranks [0], "
+        "torch.bfloat16 on ranks [1] of the group",
+    )
+    * 2,
+    "another reduce_dtype": ("got torch.float32 on ranks [0], torch.float64 on ranks [1] of the group",) * 2,
+    "more experts": ("number of `experts` must be equal on all ranks of the group, got 2 on ranks [0], 3 on ranks",)
+    * 2,
 }
 
 

@@ -175,6 +175,7 @@ class ExpertParallel(nn.Module):
         self._group = group
         self._collectives = collectives or DefaultCollectives()
         self._reduce_dtype, self._gather_dtype = reduce_dtype, gather_dtype
+        self._compared = False
         mine = local_experts(len(experts), degree, 0 if group is None else dist.get_rank(group))
         self.experts = nn.ModuleDict({str(position): experts[position] for position in mine})
         mark_expert_parameters(self)
@@ -191,7 +192,8 @@ class ExpertParallel(nn.Module):
                 only between inputs. Floating point ones are differentiable.
             rows: Per input, n on every rank of the group in rank order, where the caller knows it, for example from
                 ``exchange_counts``. None exchanges them, and on CUDA waits for that. Compared between the ranks where
-                the group runs on the CPU; with NCCL each rank checks its own only, so as not to wait.
+                the group runs on the CPU; with NCCL in the first call, and then each rank checks its own only, so as
+                not to wait.
             constants: Passed on to the experts as they are; equal on all ranks.
 
         Returns:
@@ -200,8 +202,9 @@ class ExpertParallel(nn.Module):
         Raises:
             TypeError: an input is no tensor, or ``rows`` are no ints.
             ValueError: no input, one of no dims, ``rows`` that do not describe the inputs, inputs that differ between
-                ranks in number, dtype, another dim than 0 or in whether they need a gradient, or an expert that does
-                not return one row for each row of its first input.
+                ranks in number, dtype, another dim than 0 or in whether they need a gradient, an expert that does not
+                return one row for each row of its first input, or ranks whose numbers of experts, ``gather_dtype`` or
+                ``reduce_dtype`` differ.
             RuntimeError: another rank refuses its inputs (where the ranks compare them, see ``rows``).
         """
         # Parameters may have been replaced since (to_empty, fully_shard).
@@ -211,12 +214,7 @@ class ExpertParallel(nn.Module):
             if refusal is not None:
                 raise refusal
             return self._local(inputs, constants, inputs[0].shape[0])
-        if rows is None or runs_on_host(self._group):
-            counts = self._agreed_rows(inputs, rows, refusal)
-        elif refusal is not None:
-            raise refusal
-        else:
-            counts = tuple(map(tuple, rows))
+        counts = self._rows_of_all(inputs, rows, refusal)
         exchange = Exchange(self._group, self._collectives, counts, self._reduce_dtype, self._gather_dtype)
         gathered = gather_rows(exchange, inputs)
         partial = self._local(gathered, constants, sum(counts[0]))
@@ -275,6 +273,19 @@ class ExpertParallel(nn.Module):
         )
 
     @torch.compiler.disable
+    def _rows_of_all(
+        self, inputs: Sequence[Tensor], rows: Sequence[Sequence[int]] | None, refusal: Exception | None
+    ) -> tuple[tuple[int, ...], ...]:
+        """Per input the rows of every rank."""
+        assert self._group is not None
+        if rows is not None and self._compared and not runs_on_host(self._group):
+            if refusal is not None:
+                raise refusal
+            return tuple(map(tuple, rows))
+        counts = self._agreed_rows(inputs, rows, refusal)
+        self._compared = True
+        return counts
+
     def _agreed_rows(
         self, inputs: Sequence[Tensor], rows: Sequence[Sequence[int]] | None, refusal: Exception | None
     ) -> tuple[tuple[int, ...], ...]:
@@ -282,11 +293,12 @@ class ExpertParallel(nn.Module):
         grad = torch.is_grad_enabled()
         mine: list[int] = []
         if refusal is None:
-            mine.append(-1 if rows is None else _digest(tuple(map(tuple, rows))))
+            mine += [self._settings(), -1 if rows is None else _digest(tuple(map(tuple, rows)))]
             for tensor in inputs:
                 needs = int(grad and tensor.requires_grad)
                 mine += [tensor.shape[0], needs, _digest(f"{tensor.dtype} {tensor.shape[1:]}")]
         found = agree("ExpertParallel", "inputs and `rows`", self._group, refusal, mine)
+        self._check_settings([each[0] for each in found])
         others = [rank for rank, each in enumerate(found) if len(each) != len(mine)]
         if others:
             raise ValueError(
@@ -295,8 +307,8 @@ class ExpertParallel(nn.Module):
             )
         for position, tensor in enumerate(inputs):
             for what, column, have in (
-                ("whether it needs a gradient", 3 * position + 2, bool(mine[3 * position + 2])),
-                ("dtype or in a dim after the first", 3 * position + 3, f"{tensor.dtype} {tuple(tensor.shape)}"),
+                ("whether it needs a gradient", 3 * position + 3, bool(mine[3 * position + 3])),
+                ("dtype or in a dim after the first", 3 * position + 4, f"{tensor.dtype} {tuple(tensor.shape)}"),
             ):
                 others = [rank for rank, each in enumerate(found) if each[column] != mine[column]]
                 if others:
@@ -304,14 +316,50 @@ class ExpertParallel(nn.Module):
                         f"ExpertParallel: input {position} must not differ between the ranks of the group in {what}, "
                         f"got {have} here and another on ranks {others} of the group; make them alike"
                     )
-        counts = tuple(tuple(each[3 * position + 1] for each in found) for position in range(len(inputs)))
-        wrong = [rank for rank, each in enumerate(found) if each[0] not in (-1, _digest(counts))]
+        counts = tuple(tuple(each[3 * position + 2] for each in found) for position in range(len(inputs)))
+        wrong = [rank for rank, each in enumerate(found) if each[1] not in (-1, _digest(counts))]
         if wrong:
             raise ValueError(
                 f"ExpertParallel: `rows` must be those of every rank, {counts}, got others on ranks {wrong} of the "
                 "group; take exchange_counts once per batch, on all ranks"
             )
         return counts
+
+    def _settings(self) -> int:
+        """What has to be equal on all ranks, as one number."""
+        codes = map(_DTYPES.index, (self._gather_dtype, self._reduce_dtype))
+        return sum(code * len(_DTYPES) ** at for at, code in enumerate((*codes, self.num_experts)))
+
+    def _check_settings(self, found: Sequence[int]) -> None:
+        """Refuse ranks that were built otherwise: they would wait for each other or read other numbers than were sent.
+
+        Raises:
+            ValueError: names the setting, and the ranks with each value.
+        """
+        if len(set(found)) == 1:
+            return
+        base = len(_DTYPES)
+        settings: dict[str, list[object]] = {
+            "`gather_dtype`": [_DTYPES[each % base] for each in found],
+            "`reduce_dtype`": [_DTYPES[each // base % base] for each in found],
+            "the number of `experts`": [each // base**2 for each in found],
+        }
+        name, values = next((name, values) for name, values in settings.items() if len(set(values)) > 1)
+        got = ", ".join(
+            f"{value} on ranks {[rank for rank, each in enumerate(values) if each == value]}"
+            for value in dict.fromkeys(values)
+        )
+        raise ValueError(
+            f"ExpertParallel: {name} must be equal on all ranks of the group, got {got} of the group; build the layer "
+            "from the same values on every rank"
+        )
+
+
+_DTYPES: list[torch.dtype | None] = [
+    None,
+    *sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str),
+]
+"""Numbered alike by every rank of one torch."""
 
 
 def _digest(value: object) -> int:
