@@ -398,6 +398,14 @@ def test_refused_batches(device):
     assert module.lookup_joined(module.exchange(good)).shape == (2, 8)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_more_ids_than_one_lookup_takes_are_refused_before_any_work(device):
+    module = make({"a": "sum"}, device)
+    ids = torch.zeros(1, dtype=torch.int64, device=device).expand(2**31)
+    with pytest.raises(ValueError, match=r"at most 2147483646 ids in one batch of a rank .*got 2147483648; split"):
+        module.exchange(KeyedJaggedIds(["a"], ids, offsets=torch.tensor([0, 2**31], device=device)))
+
+
 @gpu
 def test_a_batch_on_another_device_is_refused():
     module = make({"a": "sum"}, "cuda")
