@@ -175,7 +175,7 @@ class FbgemmEngine:
         self.max_bags = min(MAX_BAGS, int(self._tbe.info_B_mask) - 1)
         """Of one lookup of one table."""
         self._learning_rate = optimizer.learning_rate
-        self._arange = torch.empty(0, dtype=torch.int64, device=device)
+        self._arange: dict[torch.dtype, Tensor] = {}
         self._scratch = [weight[-1] for weight in self._tbe.split_embedding_weights()]
         # With a cache a forward must fetch rows first.
         self._call: FusedCall | None = None
@@ -208,7 +208,7 @@ class FbgemmEngine:
             return self.lookup(ids, [ids.numel()], bags, step if torch.is_grad_enabled() else None)
         if bags is None:
             call = self._call_unpooled or call
-            bags = self._single_offsets(ids.numel())
+            bags = self._single_offsets(ids.numel(), ids.dtype)
         return call(ids, bags, step)
 
     def update(self, ids: Tensor, counts: Sequence[int], grad: Tensor, step: int, learning_rate: float) -> None:
@@ -219,17 +219,20 @@ class FbgemmEngine:
         torch.autograd.backward([rows], [grad])
         self._tbe.set_learning_rate(current)
 
-    def _single_offsets(self, total: int) -> Tensor:
+    def _single_offsets(self, total: int, dtype: torch.dtype = torch.int64) -> Tensor:
         """Offsets for rows of their own: bags of one id; where nothing is summed, of ``IDS_PER_BAG``."""
         size = 1 if self._call_unpooled is None else IDS_PER_BAG
         num_bags = -(-total // size)
         if num_bags > self.max_bags:
             # fbgemm has no numbers for so many bags; nothing is summed, so they may be longer.
             size = -(-total // self.max_bags)
-            return torch.arange(0, total + size, size, device=self._device).clamp_(max=total)
-        if self._arange.numel() <= num_bags:
-            self._arange = torch.arange(0, (2 * num_bags + 1) * size, size, device=self._device)
-        offsets = self._arange[: num_bags + 1]
+            return torch.arange(0, total + size, size, device=self._device).clamp_(max=total).to(dtype)
+        found = self._arange.get(dtype)
+        if found is None or found.numel() <= num_bags:
+            found = torch.arange(0, (2 * num_bags + 1) * size, size, device=self._device)
+            # Those that do not fit lie beyond any batch, and become its end.
+            found = self._arange[dtype] = found.clamp_(max=torch.iinfo(dtype).max).to(dtype)
+        offsets = found[: num_bags + 1]
         return offsets if total % size == 0 else offsets.clamp(max=total)
 
     def _bag_offsets(self, counts: Sequence[int]) -> Tensor:

@@ -30,7 +30,7 @@ def _check_keyed_kernel(
     values,  # int64 (num_values,)
     offsets,  # int64 (num_offsets,)
     tables,  # int64 (num_keys, 2) of each key: the last row of its table, and where the table begins in the engine
-    laid,  # int64: values as rows of the engine, then, if POOLED, offsets
+    laid,  # int32 or int64: values as rows of the engine, then, if POOLED, offsets
     faults,  # int64 number of the host, written only if there is a fault
     starts_out,  # int64 (num_keys,) of the host, written unless POOLED: where each key's ids begin
     num_values,
@@ -68,7 +68,7 @@ def _check_keyed_kernel(
         bad = here & (safe != found)
         if DROP:
             safe = tl.where(bad, top + 1, safe)
-        tl.store(laid + at, safe + base, mask=here)
+        tl.store(laid + at, (safe + base).to(laid.dtype.element_ty), mask=here)
     else:
         at = (program - num_value_programs).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         here = at < num_offsets
@@ -79,13 +79,13 @@ def _check_keyed_kernel(
         safe = tl.minimum(tl.maximum(found, low), high)
         bad = here & ((safe != found) | (following < found))
         if POOLED:
-            tl.store(laid + num_values + at, safe, mask=here)
+            tl.store(laid + num_values + at, safe.to(laid.dtype.element_ty), mask=here)
     if tl.max(bad.to(tl.int32)) > 0:
         tl.store(faults, 1)
 
 
-_compiled: dict[tuple[int | None, int, bool, bool], Any] = {}
-"""(device, KEYS, pooled, drop) -> the kernel; the other arguments are typed alike in every launch, so that Triton need
+_compiled: dict[tuple[int | None, int, bool, bool, torch.dtype], Any] = {}
+"""(device, KEYS, pooled, drop, dtype) -> the kernel; other arguments are typed alike in every launch, so that Triton need
 not look at them again."""
 
 
@@ -98,6 +98,7 @@ def launch_keyed(
     num_bags: int,
     pooled: bool,
     drop: bool,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, ...]:
     """Start the kernel on the current stream.
 
@@ -110,6 +111,7 @@ def launch_keyed(
         num_bags: B.
         pooled: Whether offsets are written, too.
         drop: Whether bad values become the row after their table's last.
+        dtype: int32 or int64, of what is written; rows, ids and offsets must fit.
 
     Returns:
         Rows of the engine (N,), and if pooled offsets (F * B + 1,), both valid whatever came.
@@ -118,11 +120,11 @@ def launch_keyed(
     device = values.device
     starts = flag.number if pooled else flag.stage(num_keys)[0]
     flag.clear()
-    laid = torch.empty(num_values + num_offsets if pooled else num_values, dtype=torch.int64, device=device)
+    laid = torch.empty(num_values + num_offsets if pooled else num_values, dtype=dtype, device=device)
     programs = -(-num_values // BLOCK)
     grid = (programs - (-num_offsets // BLOCK), 1, 1)
     size = 1 << (num_keys - 1).bit_length()
-    key = device.index, size, pooled, drop
+    key = device.index, size, pooled, drop, dtype
     arguments = (
         *(values, offsets, tables, laid, flag.number, starts, num_values, num_offsets, num_keys, num_bags, programs),
         *(size, BLOCK, pooled, drop),

@@ -42,9 +42,9 @@ class KeyedBatch:
     ids: KeyedJaggedIds
     order: _Order
     values: Tensor
-    """(N,) int64 rows of the engine."""
+    """(N,) int32 or int64 rows of the engine."""
     bags: Tensor | None
-    """(F * B + 1,) int64; None without pooling."""
+    """(F * B + 1,) likewise; None without pooling."""
     flag: Flag | None
     """Whether there is a fault; until it is read."""
     starts: list[int]
@@ -75,6 +75,8 @@ class KeyedPath:
         self._units, self._engines = units, engines
         self._groups, self._features = groups, features
         self._policy, self._device = policy, device
+        # fbgemm's CUDA kernels read 32-bit rows and offsets, too, and sort the rows faster; all of them fit (limits).
+        self._dtype = torch.int32 if device.type == "cuda" else torch.int64
         self._hashed = {
             slot.config.name for group in groups for slot in group.features if group.tables[slot.table].config.hashed
         }
@@ -116,6 +118,7 @@ class KeyedPath:
                 num_bags=ids.num_bags,
                 pooled=pooled,
                 drop=self._policy == "drop",
+                dtype=self._dtype,
             )
         flag.record(stream)
         return KeyedBatch(ids=ids, order=order, values=cut[0], bags=cut[1] if pooled else None, flag=flag, starts=[])
