@@ -85,8 +85,8 @@ def _check_keyed_kernel(
 
 
 _compiled: dict[tuple[int | None, int, bool, bool, torch.dtype], Any] = {}
-"""(device, KEYS, pooled, drop, dtype) -> the kernel; other arguments are typed alike in every launch, so that Triton need
-not look at them again."""
+"""(device, KEYS, pooled, drop, dtype) -> the kernel; other arguments are typed alike in every launch, so that Triton
+need not look at them again."""
 
 
 def launch_keyed(
