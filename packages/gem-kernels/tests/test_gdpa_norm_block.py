@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from gem_kernels import gdpa, gdpa_norm_block
 from gem_kernels._src.gdpa_norm_block.arguments import Options, Parameters
 from gem_kernels._src.gdpa_norm_block.op import gdpa_norm_block_backward_op, gdpa_norm_block_op
+from gem_kernels._src.gdpa_norm_block.selection import has_few_keys
 from gem_kernels.reference import gdpa_norm_block as reference
 from gem_kernels.reference import gdpa_norm_block_backward as reference_backward
 from gem_kernels.testing import assert_matches_oracle, assert_rms, attention_inputs, summation_floor
@@ -99,7 +101,7 @@ def oracle(case, inputs, dtype=torch.float64):
     return reference(x.q, x.k, x.v, **options), *(g for g in gradients if g is not None)
 
 
-def run_op(case, inputs, function=gdpa_norm_block):
+def run_op(case, inputs, function=gdpa_norm_block, **options):
     x, weights = inputs
     leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v, *weights.values())]
     out = function(
@@ -110,6 +112,7 @@ def run_op(case, inputs, function=gdpa_norm_block):
         max_seqlen_k=x.max_seqlen_k,
         **dict(zip(weights, leaves[3:], strict=True)),
         **case.options,
+        **options,
     )
     return (out.detach(), *torch.autograd.grad(out, leaves, x.do))
 
@@ -127,13 +130,13 @@ def op_options(case, x):
     )
 
 
-def run_kernels(case, inputs):
+def run_kernels(case, inputs, keep=False):
     from gem_kernels._src.gdpa_norm_block.launch import launch_backward, launch_forward
 
     x, weights = inputs
     tensors = (x.q, x.k, x.v, x.offsets_q, x.offsets_k, Parameters(*(weights.get(name) for name in WEIGHTS)))
-    out, statistics = launch_forward(*tensors, op_options(case, x))
-    gradients = launch_backward(x.do, *tensors, statistics, op_options(case, x))._asdict()
+    out, statistics, kept = launch_forward(*tensors, op_options(case, x), keep=keep)
+    gradients = launch_backward(x.do, *tensors, statistics, op_options(case, x), kept)._asdict()
     absent = {f"d{name}" for name in WEIGHTS if name not in weights}
     assert all(gradients[name].numel() == 0 for name in absent)
     return out, *(g for name, g in gradients.items() if name not in absent)
@@ -174,6 +177,21 @@ def test_interpreted_kernels_match_reference(case, dtype):
     assert_all_match(run_kernels(case, inputs), case, inputs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_cpu_matches_reference_from_kept_rows(case, dtype):
+    inputs = case.inputs(dtype)
+    assert_all_match(run_op(case, inputs, recompute=False), case, inputs)
+
+
+@interpreted
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("case", CASES, ids=ids)
+def test_interpreted_kernels_match_reference_from_kept_rows(case):
+    inputs = case.inputs(torch.float16)
+    assert_all_match(run_kernels(case, inputs, keep=True), case, inputs)
+
+
 @interpreted
 def test_interpreted_backward_sums_over_more_tiles_than_programs(monkeypatch):
     from gem_kernels._src.gdpa_norm_block import launch
@@ -205,12 +223,20 @@ FEW_KEYS = [
 
 
 @pytest.fixture
+def few_keys_rule(monkeypatch):
+    """Batches of any size fall under the rule."""
+    from gem_kernels._src.gdpa_norm_block import selection
+
+    monkeypatch.setattr(selection, "MIN_PROGRAMS", 0)
+
+
+@pytest.fixture
 def few_keys(monkeypatch):
     """Batches of any size take the kernels for few keys; counts their launches."""
-    from gem_kernels._src.gdpa_norm_block import few_keys, launch
+    from gem_kernels._src.gdpa_norm_block import few_keys, launch, selection
 
     calls = []
-    monkeypatch.setattr(few_keys, "MIN_PROGRAMS", 0)
+    monkeypatch.setattr(selection, "MIN_PROGRAMS", 0)
     for name in ("launch_few_keys_forward", "launch_few_keys_backward"):
         function = getattr(few_keys, name)
         monkeypatch.setattr(launch, name, lambda *args, f=function: calls.append(f.__name__) or f(*args))
@@ -227,19 +253,16 @@ def test_interpreted_kernels_of_few_keys_match_reference(case, few_keys):
 
 
 def test_kernels_of_few_keys_are_chosen_by_sizes_alone():
-    pytest.importorskip("triton")
-    from gem_kernels._src.gdpa_norm_block.few_keys import applies
-
     none = Parameters(None, None, None)
     q, k = torch.empty(0, 4, 64, dtype=torch.bfloat16), torch.empty(0, 4, 64, dtype=torch.bfloat16)
     options = Options(512, 16, "gelu", 1.0, 1.0, True, True, 1e-5)
-    assert applies(q, k, none, options, 32)
-    assert not applies(q, k, none, options, 31)
-    assert not applies(q, k, none, options._replace(max_seqlen_k=33), 32)
-    assert not applies(q, k, none._replace(rms_weight=torch.ones(256)), options, 32)
-    assert not applies(q, k[:, :2], none, options, 32)
-    assert not applies(q.float(), k.float(), none, options, 32)
-    assert not applies(q.repeat(1, 4, 1), k.repeat(1, 4, 1), none, options, 32)
+    assert has_few_keys(q, k, none, options, 32)
+    assert not has_few_keys(q, k, none, options, 31)
+    assert not has_few_keys(q, k, none, options._replace(max_seqlen_k=33), 32)
+    assert not has_few_keys(q, k, none._replace(rms_weight=torch.ones(256)), options, 32)
+    assert not has_few_keys(q, k[:, :2], none, options, 32)
+    assert not has_few_keys(q.float(), k.float(), none, options, 32)
+    assert not has_few_keys(q.repeat(1, 4, 1), k.repeat(1, 4, 1), none, options, 32)
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[6], CASES[7]], ids=lambda case: case.id)
@@ -328,19 +351,31 @@ def test_no_value_reaches_another_sequence_in_the_kernels_of_few_keys(value, few
     assert few_keys
 
 
-def test_keeps_its_inputs_and_three_numbers_per_row():
+@pytest.mark.parametrize("recompute", [True, False])
+def test_keeps_its_inputs_and_three_numbers_per_row_and_two_rows_on_request(recompute):
     case = CASES[1]
     x, weights = case.inputs(torch.float32)
     leaves = {"q": x.q, "k": x.k, "v": x.v, **weights}
     leaves = {name: t.requires_grad_() for name, t in leaves.items()}
     saved = []
+    sides = {"offsets_q": x.offsets_q, "offsets_k": x.offsets_k, "max_seqlen_q": 33, "max_seqlen_k": 16}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        gdpa_norm_block(
-            **leaves, offsets_q=x.offsets_q, offsets_k=x.offsets_k, max_seqlen_q=33, max_seqlen_k=16, **case.options
-        )
+        gdpa_norm_block(**leaves, **sides, recompute=recompute, **case.options)
     known = {t.untyped_storage().data_ptr() for t in (*leaves.values(), x.offsets_q, x.offsets_k)}
-    new = [t for t in saved if t.untyped_storage().data_ptr() not in known]
-    assert [tuple(t.shape) for t in new] == [(x.q.shape[0],)] * 3
+    new = [tuple(t.shape) for t in saved if t.untyped_storage().data_ptr() not in known]
+    assert new == [(x.q.shape[0],)] * 3 + [tuple(x.q.shape)] * (0 if recompute else 2)
+
+
+def test_few_keys_keep_nothing(few_keys_rule):
+    case = CASES[0]
+    x, _ = case.inputs(torch.bfloat16)
+    saved = []
+    sides = {"offsets_q": x.offsets_q, "offsets_k": x.offsets_k, "max_seqlen_q": 33, "max_seqlen_k": 16}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = gdpa_norm_block(x.q.requires_grad_(), x.k, x.v, **sides, recompute=False, **case.options)
+    assert sum(t.numel() for t in saved if t.shape[0] == x.q.shape[0] and t.dim() == 3) == x.q.numel()
+    out.backward(x.do)
+    assert torch.equal(x.q.grad, run_op(case, case.inputs(torch.bfloat16))[1])
 
 
 # ---------------------------------------------------------------- as an op
@@ -353,9 +388,11 @@ def test_opcheck(case):
     plain = list(tensors)
     tensors = [t.clone().requires_grad_() if t is not None and t.is_floating_point() else t for t in tensors]
     options = op_options(case, x)
-    torch.library.opcheck(gdpa_norm_block_op, (*tensors, *options, False))
-    _, *statistics = gdpa_norm_block_op(*plain, *options, False)
-    torch.library.opcheck(gdpa_norm_block_backward_op, (x.do, *plain, *statistics, *options))
+    for recompute in (True, False):
+        torch.library.opcheck(gdpa_norm_block_op, (*tensors, *options, False, None, recompute))
+    _, *statistics, normed, total = gdpa_norm_block_op(*plain, *options, False, None, False)
+    for kept in ((None, None), (normed, total)):
+        torch.library.opcheck(gdpa_norm_block_backward_op, (x.do, *plain, *statistics, *options, None, *kept))
 
 
 def test_compiles_as_one_graph_and_checkpoints():
@@ -363,12 +400,13 @@ def test_compiles_as_one_graph_and_checkpoints():
     case = CASES[1]
     inputs = case.inputs(torch.float32)
     compiled = torch.compile(gdpa_norm_block, fullgraph=True, backend="aot_eager")
+    keeping = torch.compile(partial(gdpa_norm_block, recompute=False), fullgraph=True, backend="aot_eager")
 
     def recomputed(q, k, v, **options):
         return checkpoint(lambda q, k, v: gdpa_norm_block(q, k, v, **options), q, k, v, use_reentrant=False)
 
     expected = run_op(case, inputs)
-    for function in (compiled, recomputed):
+    for function in (compiled, keeping, recomputed):
         for actual, wanted in zip(run_op(case, inputs, function), expected, strict=True):
             assert torch.equal(actual, wanted)
 
@@ -409,6 +447,7 @@ BAD = [
     ({"norm_bias": [1.0]}, TypeError, "`norm_bias` must be a Tensor or None, got list"),
     ({"rms_weight": torch.zeros(32).double()}, TypeError, "`rms_weight` must have the dtype of `q`"),
     ({"activation": "tanh"}, ValueError, "`activation` must be one of .*, got 'tanh'"),
+    ({"recompute": 1}, TypeError, "`recompute` must be a bool, got int"),
     ({"eps": -1.0}, ValueError, "`eps` must be >= 0, got -1.0"),
     ({"pre_scale": float("nan")}, ValueError, "`pre_scale` must be finite, got nan"),
     ({"offsets_q": torch.tensor([0, 2, 5])}, ValueError, "`offsets_q` must end at the number of packed rows, 6, got 5"),

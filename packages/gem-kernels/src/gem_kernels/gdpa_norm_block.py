@@ -38,6 +38,7 @@ def gdpa_norm_block(
     query_residual: bool = True,
     residual: bool = True,
     eps: float = 1e-5,
+    recompute: bool = True,
     schedule: AttentionSchedule | None = None,
     validate: bool = False,
 ) -> Tensor:
@@ -67,6 +68,9 @@ def gdpa_norm_block(
         query_residual: Add the layer norm's output to the attention's.
         residual: Add q to the RMS norm's output.
         eps: Added to the variance and to the mean square.
+        recompute: Run the layer norm and the attention again in the backward. ``False`` keeps what they wrote, twice
+            the size of q; results differ at most by the rounding of the sum before the RMS norm. Where every sequence
+            has few keys nothing is kept either way: those kernels make it again while they read q.
         schedule: An :class:`gem_kernels.AttentionSchedule` of these offsets, which the layers of a batch share; what it
             keeps is not made again. It changes no result.
         validate: On CUDA, also check the values of the offsets, which waits for the device. On CPU they always are.
@@ -79,9 +83,9 @@ def gdpa_norm_block(
         TypeError: on a dtype or argument type that does not fit.
 
     Numerics: as ``gem_kernels.gdpa``; statistics and sums in float32 (float64 for float64), the attention's input and
-    output rounded to the dtype of q on CUDA, the output not where every sequence has few keys. The forward keeps its
-    inputs and three numbers per row; the backward runs the layer norm and the attention again. Both give the same bits
-    on every run. Under autocast all floating point tensors are cast to the autocast dtype.
+    output (or its sum with the query residual) rounded to the dtype of q on CUDA, the output not where every sequence
+    has few keys. The forward keeps its inputs and three numbers per row, and two rows more unless ``recompute``. Both
+    directions give the same bits on every run. Under autocast all floating point tensors are cast to its dtype.
     """
     if offsets_q is None:
         raise TypeError(
@@ -107,7 +111,7 @@ def gdpa_norm_block(
                 f"{NAME}: `{name}` must have shape (H * D,) = ({q.shape[1] * q.shape[2]},), got {tuple(x.shape)}."
             )
         check_same(NAME, {"q": q, name: x})
-    check_bool(NAME, query_residual=query_residual, residual=residual, validate=validate)
+    check_bool(NAME, query_residual=query_residual, residual=residual, recompute=recompute, validate=validate)
     token = None
     if schedule is not None:
         sides = (offsets_q, offsets_k, max_seqlen_q, max_seqlen_k)
@@ -137,5 +141,6 @@ def gdpa_norm_block(
         float(eps),
         validate,
         token,
+        recompute,
     )
     return out

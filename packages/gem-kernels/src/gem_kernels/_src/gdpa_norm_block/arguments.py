@@ -29,7 +29,7 @@ class Parameters(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Numbers per row, (T_q,) float32 (float64 for float64): all that the forward keeps besides its inputs."""
+    """Numbers per row, (T_q,) float32 (float64 for float64): what the forward keeps besides its inputs."""
 
     mean: Tensor
     """Of the rows of q."""
@@ -37,6 +37,15 @@ class Statistics(NamedTuple):
     """Reciprocal standard deviations of the rows of q."""
     rrms: Tensor
     """Reciprocal root mean squares of the rows before the RMS norm."""
+
+
+class Kept(NamedTuple):
+    """Rows of the forward that a backward which does not make them again reads, (T_q, H, D) in the dtype of q."""
+
+    normed: Tensor
+    """After the layer norm."""
+    total: Tensor
+    """Before the RMS norm."""
 
 
 class Gradients(NamedTuple):

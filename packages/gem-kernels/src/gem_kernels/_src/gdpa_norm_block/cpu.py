@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gem_kernels._src.attention.batching import compute_dtype
 from gem_kernels._src.gdpa.op import gdpa_backward_op, gdpa_op
-from gem_kernels._src.gdpa_norm_block.arguments import Gradients, Options, Parameters, Statistics
+from gem_kernels._src.gdpa_norm_block.arguments import Gradients, Kept, Options, Parameters, Statistics
 
 
 def _scale(x: Tensor, weight: Tensor | None) -> Tensor:
@@ -27,18 +27,28 @@ def _attention(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_k: Tensor, parameters: Parameters, options: Options
-) -> tuple[Tensor, Statistics]:
-    """Output (T_q, H, D) in the dtype of q."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets_q: Tensor,
+    offsets_k: Tensor,
+    parameters: Parameters,
+    options: Options,
+    *,
+    keep: bool = False,
+) -> tuple[Tensor, Statistics, Kept | None]:
+    """Output (T_q, H, D) in the dtype of q, and what the backward reads."""
     dtype = compute_dtype(q.dtype)
     rows, k, v = q.to(dtype).flatten(1), k.to(dtype), v.to(dtype)
     unit, mean, rstd = torch.native_layer_norm(rows, [rows.shape[1]], None, None, options.eps)
-    _, total = _attention(unit, k, v, offsets_q, offsets_k, parameters, options)
+    normed, total = _attention(unit, k, v, offsets_q, offsets_k, parameters, options)
     rrms = torch.rsqrt(torch.linalg.vecdot(total, total) / rows.shape[1] + options.eps)
     out = _scale(total * rrms[:, None], parameters.rms_weight)
     if options.residual:
         out = out + rows
-    return out.to(q.dtype).view(q.shape), Statistics(mean.view(-1), rstd.view(-1), rrms)
+    # One tensor must not be returned twice.
+    kept = Kept(*(x.to(q.dtype, copy=True).view(q.shape) for x in (normed, total))) if keep else None
+    return out.to(q.dtype).view(q.shape), Statistics(mean.view(-1), rstd.view(-1), rrms), kept
 
 
 def backward(
@@ -51,6 +61,7 @@ def backward(
     parameters: Parameters,
     statistics: Statistics,
     options: Options,
+    kept: Kept | None = None,
 ) -> Gradients:
     """All gradients, in the dtypes of what they belong to."""
     dtype = compute_dtype(q.dtype)
@@ -59,7 +70,10 @@ def backward(
     dout, rows, wide_k, wide_v = do.to(dtype).flatten(1), q.to(dtype).flatten(1), k.to(dtype), v.to(dtype)
     features = rows.shape[1]
     unit = (rows - mean) * rstd
-    normed, total = _attention(unit, wide_k, wide_v, offsets_q, offsets_k, parameters, options)
+    if kept is None:
+        normed, total = _attention(unit, wide_k, wide_v, offsets_q, offsets_k, parameters, options)
+    else:
+        normed, total = (x.to(dtype).flatten(1) for x in kept)
     inner = total * rrms
     dinner = _scale(dout, rms_weight)
     dtotal = rrms * (dinner - inner * (torch.linalg.vecdot(dinner, inner) / features)[:, None])

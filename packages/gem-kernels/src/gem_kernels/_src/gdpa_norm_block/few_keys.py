@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gem_kernels._src.attention.configs import power_of_two
 from gem_kernels._src.attention.launch import device_guard, make_grid
-from gem_kernels._src.gdpa_norm_block.arguments import Gradients, Options, Parameters, Statistics
+from gem_kernels._src.gdpa_norm_block.arguments import Gradients, Options, Statistics
 from gem_kernels._src.gdpa_norm_block.few_keys_backward import dkdv_kernel, dq_kernel
 from gem_kernels._src.gdpa_norm_block.few_keys_tiles import attend, normalize
 from gem_kernels._src.norm_linear.rows import row_major
@@ -24,18 +24,10 @@ from gem_kernels._src.tiles.activation import activation_pair
 from gem_kernels._src.tiles.index import locate_tile
 from gem_kernels._src.tiles.memory import load_rows, sequence_bounds, store_rows
 
-MAX_KEYS = 32
-"""Keys of a sequence: with more, making the attention again costs more than the rows it saves."""
-MAX_FEATURES = 256
-"""Numbers of a row, of which a program holds 64."""
 ROWS = 64
 """Of a tile: with four warps one warpgroup of Hopper's matrix instructions."""
 DKDV_STAGES = 3
 """Tiles of rows that are loaded ahead by the kernel that sums over them."""
-MAX_HEAD_DIM = 64
-"""Wider tiles spill registers."""
-MIN_PROGRAMS = 128
-"""Sequences times heads, each one program of the keys' gradients: about the multiprocessors of a large GPU."""
 
 # The sizes of a batch must not select a compiled variant: each new one would stall a training step.
 RUNTIME_SIZES = ["num_sequences", "num_tiles", "num_steps"]
@@ -118,20 +110,6 @@ def forward_kernel(
     tl.store(mean_ptr + rows, mean, mask=mask)
     tl.store(rstd_ptr + rows, rstd, mask=mask)
     tl.store(rrms_ptr + rows, rrms, mask=mask)
-
-
-def applies(q: Tensor, k: Tensor, parameters: Parameters, options: Options, num_sequences: int) -> bool:
-    """Whether these kernels compute the block: from sizes alone, so that all ranks of a job agree."""
-    num_heads = q.shape[1]
-    return (
-        q.dtype in (torch.bfloat16, torch.float16)
-        and all(parameter is None for parameter in parameters)
-        and k.shape[1] == num_heads
-        and 0 < options.max_seqlen_k <= MAX_KEYS
-        and q.shape[2] <= MAX_HEAD_DIM
-        and num_heads * q.shape[2] <= MAX_FEATURES
-        and num_sequences * num_heads >= MIN_PROGRAMS
-    )
 
 
 def _meta(q: Tensor, options: Options) -> dict[str, Any]:

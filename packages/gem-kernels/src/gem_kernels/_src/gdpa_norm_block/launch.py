@@ -11,18 +11,15 @@ from torch import Tensor
 from gem_kernels._src.attention.launch import device_guard
 from gem_kernels._src.gdpa.backward import launch_backward as launch_gdpa_backward
 from gem_kernels._src.gdpa.forward import launch_forward as launch_gdpa_forward
-from gem_kernels._src.gdpa_norm_block.arguments import Gradients, Options, Parameters, Statistics
-from gem_kernels._src.gdpa_norm_block.few_keys import (
-    applies,
-    launch_few_keys_backward,
-    launch_few_keys_forward,
-)
+from gem_kernels._src.gdpa_norm_block.arguments import Gradients, Kept, Options, Parameters, Statistics
+from gem_kernels._src.gdpa_norm_block.few_keys import launch_few_keys_backward, launch_few_keys_forward
 from gem_kernels._src.gdpa_norm_block.rows import (
     add_rms_norm_bwd_kernel,
     add_rms_norm_kernel,
     layer_norm_bwd_kernel,
     layer_norm_kernel,
 )
+from gem_kernels._src.gdpa_norm_block.selection import has_few_keys
 from gem_kernels._src.norm_linear.configs import RowConfig, select_backward_rows, select_rows
 from gem_kernels._src.norm_linear.rows import backward_programs, row_major
 
@@ -73,21 +70,30 @@ def _attend(
 
 
 def launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_k: Tensor, parameters: Parameters, options: Options
-) -> tuple[Tensor, Statistics]:
-    """Output (T_q, H, D), contiguous, in the dtype of q."""
-    if applies(q, k, parameters, options, offsets_q.shape[0] - 1):
-        return launch_few_keys_forward(q, k, v, offsets_q, offsets_k, options)
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets_q: Tensor,
+    offsets_k: Tensor,
+    parameters: Parameters,
+    options: Options,
+    *,
+    keep: bool = False,
+) -> tuple[Tensor, Statistics, Kept | None]:
+    """Output (T_q, H, D), contiguous, in the dtype of q; statistics; rows for the backward if ``keep``."""
+    if has_few_keys(q, k, parameters, options, offsets_q.shape[0] - 1):
+        return *launch_few_keys_forward(q, k, v, offsets_q, offsets_k, options), None
     rows = row_major(q.flatten(1))
     num_rows, features = rows.shape
     mean, rstd, rrms = (torch.empty(num_rows, dtype=torch.float32, device=q.device) for _ in range(3))
     with device_guard(q):
         normed = _layer_norm(rows, parameters, mean, rstd, options.eps)
-        out = _attend(normed, q, k, v, offsets_q, offsets_k, options)
+        total = _attend(normed, q, k, v, offsets_q, offsets_k, options)
+        out = torch.empty_like(total) if keep else total
         meta = _meta(parameters, features, select_rows(features))
         if num_rows > 0:
             add_rms_norm_kernel[(triton.cdiv(num_rows, meta["ROWS"]),)](
-                out,
+                total,
                 rows,
                 mean,
                 rstd,
@@ -102,9 +108,11 @@ def launch_forward(
                 HAS_RMS_WEIGHT=parameters.rms_weight is not None,
                 QUERY_RESIDUAL=options.query_residual,
                 RESIDUAL=options.residual,
+                KEEP=keep and options.query_residual,
                 **meta,
             )
-    return out.view(q.shape), Statistics(mean, rstd, rrms)
+    kept = Kept(normed.view(q.shape), total.view(q.shape)) if keep else None
+    return out.view(q.shape), Statistics(mean, rstd, rrms), kept
 
 
 def launch_backward(
@@ -117,9 +125,10 @@ def launch_backward(
     parameters: Parameters,
     statistics: Statistics,
     options: Options,
+    kept: Kept | None = None,
 ) -> Gradients:
     """All gradients, contiguous, in the dtypes of what they belong to."""
-    if applies(q, k, parameters, options, offsets_q.shape[0] - 1):
+    if has_few_keys(q, k, parameters, options, offsets_q.shape[0] - 1):
         return launch_few_keys_backward(do, q, k, v, offsets_q, offsets_k, statistics, options)
     rows, dout = row_major(q.flatten(1)), row_major(do.flatten(1))
     num_rows, features = rows.shape
@@ -130,13 +139,18 @@ def launch_backward(
     programs = backward_programs(num_rows, meta["ROWS"], has_sums)
     sums = torch.empty(3, programs if has_sums else 0, features, dtype=torch.float32, device=q.device)
     with device_guard(q):
-        # What the forward did not keep: the same kernels write it again, statistics included, bit by bit.
-        normed = _layer_norm(rows, parameters, torch.empty_like(mean), torch.empty_like(rstd), options.eps)
-        dtotal = _attend(normed, q, k, v, offsets_q, offsets_k, options)
+        if kept is None:
+            # The same kernels write it again, statistics included, bit by bit.
+            normed = _layer_norm(rows, parameters, torch.empty_like(mean), torch.empty_like(rstd), options.eps)
+            total = _attend(normed, q, k, v, offsets_q, offsets_k, options)
+            dtotal = total
+        else:
+            normed, total = (x.view(num_rows, features) for x in kept)
+            dtotal = torch.empty_like(total)
         if num_rows > 0:
             add_rms_norm_bwd_kernel[(programs,)](
                 dout,
-                dtotal,
+                total,
                 rows,
                 mean,
                 rstd,
@@ -150,7 +164,7 @@ def launch_backward(
                 rows.stride(0),
                 num_rows,
                 HAS_RMS_WEIGHT=rms_weight is not None,
-                QUERY_RESIDUAL=options.query_residual,
+                QUERY_RESIDUAL=options.query_residual and kept is None,
                 **meta,
             )
         dnormed, dk, dv = launch_gdpa_backward(

@@ -78,7 +78,7 @@ def layer_norm_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def add_rms_norm_kernel(
-    attended_ptr,  # (T_q, N): output of the attention
+    attended_ptr,  # (T_q, N): output of the attention; the sum before the RMS norm from then on if KEEP
     q_ptr,  # (T_q, N)
     mean_ptr,  # (T_q,)
     rstd_ptr,  # (T_q,)
@@ -96,6 +96,7 @@ def add_rms_norm_kernel(
     HAS_RMS_WEIGHT: tl.constexpr,
     QUERY_RESIDUAL: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    KEEP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -105,6 +106,8 @@ def add_rms_norm_kernel(
     q, unit, _ = _normalized(q_ptr, mean_ptr, rstd_ptr, first, num_rows, stride_qt, N, ROWS, BLOCK_N)
     if QUERY_RESIDUAL:
         x += _affine(unit, weight_ptr, bias_ptr, N, BLOCK_N, HAS_WEIGHT, HAS_BIAS)
+    if KEEP:
+        store_row_tile(attended_ptr, x, first, num_rows, N, ROWS, BLOCK_N)
     rrms = tl.rsqrt(tl.sum(x * x, 1) / N + eps)
     x = _affine(x * rrms[:, None], rms_weight_ptr, bias_ptr, N, BLOCK_N, HAS_RMS_WEIGHT, False)
     if RESIDUAL:

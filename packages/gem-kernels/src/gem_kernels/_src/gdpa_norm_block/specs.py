@@ -28,7 +28,7 @@ _FLOAT32_POINTERS = {"mean_ptr", "rstd_ptr", "rrms_ptr", "sums_ptr"}
 def _spec(name: str, features: int, dtype: torch.dtype, *, full: bool) -> CompileSpec:
     kernel = _KERNELS[name]
     config = (select_backward_rows if name.endswith("-backward") else select_rows)(features)
-    flags = ("HAS_WEIGHT", "HAS_BIAS", "HAS_RMS_WEIGHT", "QUERY_RESIDUAL", "RESIDUAL", "SUMS")
+    flags = ("HAS_WEIGHT", "HAS_BIAS", "HAS_RMS_WEIGHT", "QUERY_RESIDUAL", "RESIDUAL", "KEEP", "SUMS")
     constexprs = {"N": features, "ROWS": config.rows, "BLOCK_N": config.block_n} | dict.fromkeys(flags, full)
     constexprs = {key: value for key, value in constexprs.items() if key in kernel.arg_names}
     signature = {}
