@@ -1,6 +1,6 @@
 """Attention over packed sequences for ranking models, on Triton and on CPU."""
 
-from gem_kernels import jagged, modules, mx, reference, testing
+from gem_kernels import jagged, modules, mx, reference, testing, tuning
 from gem_kernels._version import __version__
 from gem_kernels.attention_schedule import AttentionSchedule
 from gem_kernels.block_attention import block_attention
@@ -24,4 +24,5 @@ __all__ = [
     "reference",
     "rmsnorm_linear",
     "testing",
+    "tuning",
 ]

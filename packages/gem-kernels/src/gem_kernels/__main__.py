@@ -1,9 +1,8 @@
-"""Whether the ops are right on this machine, and their kernels compiled before a job needs them."""
+"""Whether the ops are right on this machine, and their kernels tuned and compiled before a job needs them."""
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import sys
 from collections.abc import Sequence
@@ -12,10 +11,17 @@ from pathlib import Path
 import torch
 
 from gem_kernels._src.conformance.cases import ConformanceCase, default_cases, load_cases
+from gem_kernels._src.conformance.ranks import number_in
 from gem_kernels._src.conformance.run import measure
-from gem_kernels._src.conformance.warm import rank_of, warm
+from gem_kernels._src.conformance.warm import warm
+from gem_kernels._src.tuning.choices import Choice
 
 _HEADER = f"{'op':17} {'dtype':9} {'sizes':45} {'tensor':12} {'error':>9} {'allowed':>9}"
+
+
+_CHOICES_HEADER = (
+    f"{'op':17} {'kernel':14} {'dtype':9} {'sizes':12} {'lengths':11} default ms  chosen ms   gain  chosen"
+)
 
 
 def _write(text: str) -> None:
@@ -44,16 +50,32 @@ def run_check(cases: Sequence[ConformanceCase], device: torch.device) -> int:
     return failed
 
 
-def run_warm(cases: Sequence[ConformanceCase], timeout: float) -> None:
-    """Warm Triton's cache for this process's current GPU and write the hash and name of every kernel."""
-    rank = rank_of(os.environ)
+def choice_row(choice: Choice) -> str:
+    """What was chosen for a kernel, in a row of the table."""
+    key = choice.key
+    is_default = dict(choice.config) == dict(choice.default)
+    config = "default" if is_default else ", ".join(f"{name} {value}" for name, value in choice.config.items())
+    gain = 1 - choice.ms / choice.default_ms if choice.default_ms > 0 else 0.0
+    head = f"{key.op:17} {key.kernel:14} {key.dtype:9} {key.sizes:12} {key.shape:11}"
+    return f"{head} {choice.default_ms:10.4f} {choice.ms:10.4f} {gain:6.1%}  {config}"
+
+
+def run_warm(cases: Sequence[ConformanceCase], timeout: float, *, tunes: bool) -> None:
+    """Warm Triton's cache for this process's GPU; rank 0 writes what was chosen and every kernel, all their hash."""
+    rank = number_in(os.environ, "RANK") or 0
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    kernels, waited = warm(cases, device, rank=rank, timeout=timeout)
-    digest = hashlib.sha256("".join(kernel.hash for kernel in kernels).encode()).hexdigest()[:16]
+    warmed = warm(cases, device, rank=rank, timeout=timeout, environment=os.environ, tunes=tunes)
     if rank == 0:
-        for kernel in kernels:
+        if warmed.choices:
+            _write(_CHOICES_HEADER)
+        for choice in warmed.choices:
+            _write(choice_row(choice))
+        for kernel in warmed.kernels:
             _write(f"{kernel.hash} {kernel.name}")
-    _write(f"rank {rank}: {len(kernels)} kernels, digest {digest}, waited {waited:.1f} s")
+    _write(
+        f"rank {rank}: {len(warmed.kernels)} kernels, {len(warmed.choices)} choices, digest {warmed.digest}, "
+        f"waited {warmed.waited:.1f} s"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,15 +92,20 @@ def _parser() -> argparse.ArgumentParser:
         help="default: the GPU if there is one",
     )
     ahead = commands.add_parser(
-        "warm", help="compile the kernels of some cases into Triton's cache: rank 0 compiles, other ranks wait and read"
+        "warm",
+        help="time configurations of the kernels of some cases, choose, and compile into Triton's cache: rank 0 does, "
+        "the others wait and read",
     )
     ahead.add_argument("--shapes", type=Path, metavar="FILE", required=True, help="JSON list of cases, as of `check`")
     ahead.add_argument("--timeout", type=float, default=1800.0, metavar="SECONDS", help="of a rank that waits")
+    ahead.add_argument(
+        "--no-tune", action="store_true", help="only compile: with choices that are there, or the defaults"
+    )
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code: 0; 1 if a result is wrong or a rank waited in vain; argparse exits with 2 for wrong arguments."""
+    """Exit code: 0; 1 if a result is wrong, a rank waited in vain or ranks differ; 2 for wrong arguments."""
     parser = _parser()
     parsed = parser.parse_args(arguments)
     on_gpu = parsed.command == "warm" or parsed.device == "cuda"
@@ -92,8 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.command == "check":
         return 1 if run_check(cases, torch.device(parsed.device)) else 0
     try:
-        run_warm(cases, parsed.timeout)
-    except TimeoutError as error:
+        run_warm(cases, parsed.timeout, tunes=not parsed.no_tune)
+    except (TimeoutError, RuntimeError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     return 0

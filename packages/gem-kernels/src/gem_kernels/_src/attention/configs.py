@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
 import torch
 
 from gem_kernels._src.override import replaced
+from gem_kernels._src.tuning.choices import Key
+from gem_kernels._src.tuning.state import choose
 
 Kernel = Literal["forward", "dq", "dkdv", "dqdkdv"]
 """``dqdkdv`` is the dK/dV kernel that writes dQ too."""
@@ -23,6 +26,18 @@ _SHARED_MEMORY_KIB_SMALL = 99
 """Of one block, by compute capability; the small figure is that of sm_86, sm_89 and sm_120."""
 
 MAX_HEAD_DIM = 256
+_LARGEST_TILE = 128
+"""Rows of the longest side of any tile."""
+
+
+class Tunable(NamedTuple):
+    """What a default stands for, and its alternatives."""
+
+    op: str
+    kernel: str
+    dtype: str
+    sizes: str
+    others: tuple[TileConfig, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +51,8 @@ class TileConfig:
     num_warps: int
     num_stages: int
     """Depth of the load pipeline over the inner loop."""
+    tunable: Tunable | None = field(default=None, compare=False, repr=False)
+    """Of a default: what tuning may choose in its place, once the lengths are known (``fit_lengths``)."""
 
     def __post_init__(self) -> None:
         for name in ("block_m", "block_n"):
@@ -62,12 +79,26 @@ def shared_memory_bytes(capability: tuple[int, int]) -> int:
     return 1024 * _SHARED_MEMORY_KIB.get(capability, _SHARED_MEMORY_KIB_SMALL)
 
 
+def length_class(max_seqlen_q: int, max_seqlen_k: int) -> str:
+    """Class of the longest sequences that shares a choice: whether the largest tiles are filled on either side.
+
+    Within a class tiles shrink by powers of two only, so that the lengths of a batch still choose between few variants.
+    """
+    sides = ("long" if power_of_two(max(x, 1)) >= _LARGEST_TILE else "short" for x in (max_seqlen_q, max_seqlen_k))
+    return "-".join(sides)
+
+
 def fit_lengths(config: TileConfig, max_seqlen_q: int, max_seqlen_k: int, *, columns_per_key: int = 0) -> TileConfig:
     """Shrink tiles that are longer than the longest sequence.
 
     Sizes stay powers of two, so that any sequence of batches compiles a bounded number of kernels. A kernel that
     accumulates ``columns_per_key`` float32 columns for every key row keeps the warps to hold them.
+
+    Before, a configuration that tuning has chosen for the class of these lengths takes the place of a default.
     """
+    if config.tunable is not None:
+        op, kernel, dtype, sizes, others = config.tunable
+        config = choose(Key(op, kernel, dtype, sizes, length_class(max_seqlen_q, max_seqlen_k)), config, others)
     block_m = min(config.block_m, power_of_two(max(max_seqlen_q, 1)))
     block_n = min(config.block_n, power_of_two(max(max_seqlen_k, 1)))
     # Half the tile has no work for twice the warps; four are one warpgroup of Hopper's matrix instructions.
@@ -113,6 +144,31 @@ def select_from(
         if head_dim <= limit:
             return TileConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
     raise ValueError(f"select: `head_dim` must be at most {max(sizes)} for {kernel}, got {head_dim}.")
+
+
+def with_candidates(
+    config: TileConfig,
+    op: str,
+    kernel: Kernel,
+    head_dim: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    candidates: Mapping[Kernel, Mapping[int, tuple[Sizes, ...]]],
+) -> TileConfig:
+    """A default with the alternatives that tuning may choose: in half precision, where large tiles fit, if any do."""
+    if kernel in _override or dtype == torch.float32 or shared_memory_bytes(capability) < 227 * 1024:
+        return config
+    found = next((sizes for limit, sizes in candidates[kernel].items() if head_dim <= limit), ())
+    if not found:
+        return config
+    name = str(dtype).removeprefix("torch.")
+    return replace(config, tunable=Tunable(op, kernel, name, f"D{head_dim}", _others(found, config)))
+
+
+@functools.cache
+def _others(sizes: tuple[Sizes, ...], default: TileConfig) -> tuple[TileConfig, ...]:
+    configs = (TileConfig(block_m=m, block_n=n, num_warps=w, num_stages=s) for m, n, w, s in sizes)
+    return tuple(config for config in configs if config != default)
 
 
 def candidates(kernel: Kernel, head_dim: int, capability: tuple[int, int]) -> list[TileConfig]:

@@ -106,6 +106,23 @@ def make_problem(case: ConformanceCase, device: torch.device) -> _Problem:
     return (_linear_problem if case.op in LINEAR_OPS else _attention_problem)(case, device)
 
 
+def make_calls(case: ConformanceCase, device: torch.device) -> list[Callable[[], tuple[Tensor, ...]]]:
+    """The forward of a case and its backward, each to be called again and again."""
+    problem = make_problem(case, device)
+    function: Callable[..., Tensor] = getattr(gem_kernels, case.op)
+    leaves = {name: x.detach().requires_grad_() for name, x in problem.tensors.items()}
+
+    def forward() -> tuple[Tensor, ...]:
+        return (function(**leaves, **problem.options, **problem.bounds),)
+
+    (out,) = forward()
+
+    def backward() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, tuple(leaves.values()), problem.dout, retain_graph=True)
+
+    return [forward, backward]
+
+
 def run_op(case: ConformanceCase, problem: _Problem) -> dict[str, Tensor]:
     """Output and gradients of the op by name."""
     function: Callable[..., Tensor] = getattr(gem_kernels, case.op)

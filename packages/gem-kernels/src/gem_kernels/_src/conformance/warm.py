@@ -1,6 +1,7 @@
-"""Compile the kernels of given cases ahead of a job whose ranks share Triton's cache: rank 0 compiles, the others read.
+"""Tune and compile the kernels of given cases ahead of a job whose ranks share Triton's cache: rank 0, others read.
 
-A file in the cache says that the kernels of a list of cases are there. It goes when the cache goes.
+A file in the cache, the marker, says that the kernels of a list of cases are there, and which choices of
+configurations they are of. It goes when the cache goes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ from typing import NamedTuple
 import torch
 
 from gem_kernels._src.conformance.cases import ConformanceCase
+from gem_kernels._src.conformance.ranks import compare, forget_digests, number_in
 from gem_kernels._src.conformance.run import make_problem, run_op
+from gem_kernels._src.conformance.tune import tune_in_a_process
+from gem_kernels._src.tuning.choices import Choice, MadeFor, StaleError, digest, read
+from gem_kernels._src.tuning.state import asking, forget, made_for, table, tuning_path
 from gem_kernels._version import __version__
 
 _POLL_SECONDS = 0.2
@@ -30,12 +35,16 @@ class CompiledKernel(NamedTuple):
     name: str
 
 
-def rank_of(environment: Mapping[str, str]) -> int:
-    """Rank of this process as torchrun and most launchers give it; 0 outside a job."""
-    value = environment.get("RANK", "0")
-    if not value.isdigit():
-        raise ValueError(f"warm: `RANK` must be a number, got {value!r}.")
-    return int(value)
+class Warmed(NamedTuple):
+    """What a rank has after warming."""
+
+    kernels: list[CompiledKernel]
+    choices: list[Choice]
+    """Of those kernels, from the tuning file."""
+    waited: float
+    """Seconds for rank 0."""
+    digest: str
+    """Hash of the kernels and of the choices in the file: equal on all ranks."""
 
 
 def marker_path(cache: Path, cases: Sequence[ConformanceCase], versions: Sequence[str]) -> Path:
@@ -44,14 +53,24 @@ def marker_path(cache: Path, cases: Sequence[ConformanceCase], versions: Sequenc
     return cache / f"gem_kernels-{hashlib.sha256(text.encode()).hexdigest()[:16]}.warm"
 
 
-def in_turn(run: Callable[[], None], marker: Path, rank: int, *, timeout: float) -> float:
+def in_turn(
+    run: Callable[[], None],
+    marker: Path,
+    rank: int,
+    *,
+    timeout: float,
+    state: Callable[[], str | None] = lambda: "",
+) -> float:
     """Run on rank 0 first, then on the others; returns the seconds that this rank waited.
+
+    ``state`` says what the kernels depend on. A marker with another state is an old one, and where it says None there
+    can be no marker yet.
 
     Raises:
         TimeoutError: if rank 0 has not finished after ``timeout`` seconds.
     """
     start = time.monotonic()
-    while rank != 0 and not marker.exists():
+    while rank != 0 and not is_ready(marker, state):
         if time.monotonic() - start > timeout:
             raise TimeoutError(
                 f"warm: rank {rank} waited {timeout:.0f} s for rank 0 to write {marker.name} in {marker.parent}; all "
@@ -64,9 +83,17 @@ def in_turn(run: Callable[[], None], marker: Path, rank: int, *, timeout: float)
         marker.parent.mkdir(parents=True, exist_ok=True)
         # Renamed into place: a reader sees no file or a whole one.
         unfinished = marker.with_suffix(f".{os.getpid()}")
-        unfinished.write_text("")
+        unfinished.write_text(state() or "")
         unfinished.replace(marker)
     return waited
+
+
+def is_ready(marker: Path, state: Callable[[], str | None]) -> bool:
+    """Whether there is a marker, of the present state."""
+    try:
+        return marker.read_text() == state()
+    except FileNotFoundError:
+        return False
 
 
 def run_cases(cases: Sequence[ConformanceCase], device: torch.device) -> None:
@@ -91,14 +118,65 @@ def compiled_kernels() -> list[CompiledKernel]:
     return sorted(found, key=lambda kernel: (kernel.name, kernel.hash))
 
 
+_DEFAULTS = "default configurations"
+
+
+def choices_state(path: Path | None, here: MadeFor, *, tunes: bool) -> str | None:
+    """What the marker says of the choices: none, or their hash; None where rank 0 is yet to write them."""
+    if path is None:
+        return _DEFAULTS
+    try:
+        if path.exists():
+            return f"choices {digest(read(path, here))}"
+    except StaleError:
+        pass
+    return None if tunes else _DEFAULTS
+
+
 def warm(
-    cases: Sequence[ConformanceCase], device: torch.device, *, rank: int, timeout: float
-) -> tuple[list[CompiledKernel], float]:
-    """Compile the kernels of ``cases`` or read them from the cache; what they are, and the seconds this rank waited."""
+    cases: Sequence[ConformanceCase],
+    device: torch.device,
+    *,
+    rank: int,
+    timeout: float,
+    environment: Mapping[str, str],
+    tunes: bool = True,
+) -> Warmed:
+    """Tune and compile the kernels of ``cases`` or read them from the cache; compare what the ranks have.
+
+    Without ``tunes`` choices that are there still hold.
+
+    Raises:
+        RanksDifferError: if a rank has other kernels or choices than rank 0.
+        TimeoutError: if a rank waited in vain.
+        RuntimeError: if tuning fails.
+        ValueError: if the tuning file is damaged.
+    """
     import triton
 
-    gpu = f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"
-    versions = (__version__, torch.__version__, triton.__version__, gpu)
-    marker = marker_path(Path(triton.knobs.cache.dir), cases, versions)
-    waited = in_turn(lambda: run_cases(cases, device), marker, rank, timeout=timeout)
-    return compiled_kernels(), waited
+    torch.cuda.set_device(device)
+    here = made_for(device)
+    marker = marker_path(Path(triton.knobs.cache.dir), cases, (__version__, torch.__version__, *map(str, here)))
+    path = tuning_path()
+
+    def state() -> str | None:
+        return choices_state(path, here, tunes=tunes)
+
+    choices: list[Choice] = []
+
+    def run() -> None:
+        if rank == 0 and not is_ready(marker, state):
+            forget_digests(marker)
+            if tunes and path is not None:
+                tune_in_a_process(path, cases, device)
+        forget()
+        with asking() as asked:
+            run_cases(cases, device)
+        choices.extend(table()[key] for key in sorted(asked) if key in table())
+
+    waited = in_turn(run, marker, rank, timeout=timeout, state=state)
+    kernels = compiled_kernels()
+    text = digest(table()) + "".join(kernel.hash for kernel in kernels)
+    total = hashlib.sha256(text.encode()).hexdigest()[:16]
+    compare(total, marker, rank, world_size=number_in(environment, "WORLD_SIZE"), timeout=timeout)
+    return Warmed(kernels, choices, waited, total)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from gem_kernels._src.attention.candidates import CANDIDATES
 from gem_kernels._src.attention.configs import (
     Kernel,
     Table,
@@ -16,15 +17,16 @@ from gem_kernels._src.attention.configs import (
     fit_lengths,
     power_of_two,
     select_from,
+    with_candidates,
 )
 
-_LARGE: Table = {
+LARGE: Table = {
     "forward": {64: (128, 128, 8, 3), 96: (128, 64, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)},
     "dq": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
     "dkdv": {64: (64, 128, 8, 2), 96: (32, 128, 8, 2), 128: (64, 128, 8, 2), 256: (16, 64, 8, 2)},
     "dqdkdv": {64: (64, 128, 8, 2), 128: (32, 128, 8, 2)},
 }
-_SMALL: Table = {
+SMALL: Table = {
     "forward": {64: (128, 64, 4, 2), 128: (128, 32, 8, 2), 256: (64, 32, 8, 1)},
     "dq": {64: (64, 64, 4, 2), 128: (64, 32, 8, 2), 256: (32, 16, 4, 1)},
     "dkdv": {64: (64, 64, 4, 2), 128: (32, 64, 8, 2), 256: (16, 32, 4, 1)},
@@ -35,9 +37,11 @@ _SMALL: Table = {
 def select(kernel: Kernel, head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> TileConfig:
     """Configuration of one kernel; a pure function, so that all ranks of a job agree.
 
-    ``head_dim`` is the larger of D and D_v. Short sequences shrink the tiles afterwards (``fit_lengths``).
+    ``head_dim`` is the larger of D and D_v. Afterwards the lengths choose what tuning found for them, and shrink tiles
+    that are longer (``fit_lengths``).
     """
-    return select_from(kernel, head_dim, dtype, capability, large=_LARGE, small=_SMALL)
+    config = select_from(kernel, head_dim, dtype, capability, large=LARGE, small=SMALL)
+    return with_candidates(config, "gdpa", kernel, head_dim, dtype, capability, CANDIDATES)
 
 
 # Targets, seeds and requests hold more in registers than plain pairs do. These tiles build without spills where the
@@ -70,6 +74,9 @@ def select_fitting(
     """
     config = select(kernel, max(dims), dtype, capability)
     width = power_of_two(max(dims))
+    if indexed:
+        # Not tunable: other tiles have not been built with so much in registers.
+        config = replace(config, tunable=None)
     if indexed and dtype != torch.float32 and (kernel, width) in _INDEXED_LIMITS:
         block_m, block_n = _INDEXED_LIMITS[kernel, width]
         if requests:

@@ -9,15 +9,16 @@ import dataclasses
 
 import torch
 
-from gem_kernels._src.attention.configs import Kernel, Table, TileConfig, select_from
+from gem_kernels._src.attention.candidates import CANDIDATES
+from gem_kernels._src.attention.configs import Kernel, Table, TileConfig, select_from, with_candidates
 
-_LARGE: Table = {
+LARGE: Table = {
     "forward": {64: (128, 128, 8, 3), 96: (128, 64, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)},
     "dq": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
     "dkdv": {64: (64, 128, 8, 2), 96: (32, 128, 8, 2), 128: (64, 128, 8, 2), 256: (16, 64, 8, 2)},
     "dqdkdv": {64: (64, 128, 8, 2), 128: (32, 128, 8, 2)},
 }
-_SMALL: Table = {
+SMALL: Table = {
     "forward": {64: (128, 64, 4, 2), 128: (128, 32, 8, 2), 256: (64, 32, 8, 1)},
     "dq": {64: (64, 64, 4, 2), 128: (64, 32, 8, 2), 256: (32, 16, 4, 1)},
     "dkdv": {64: (64, 64, 4, 2), 128: (32, 64, 8, 2), 256: (16, 32, 4, 1)},
@@ -37,12 +38,13 @@ def select(
 ) -> TileConfig:
     """Configuration of one kernel; a pure function, so that all ranks of a job agree.
 
-    ``head_dim`` is the larger of D and D_v. Short sequences shrink the tiles afterwards (``fit_lengths``). With a bias
-    the streamed side of the tile is half as long, and wide forward tiles are smaller still: entries and gaps of all
-    pairs take registers. So do sums over the sequences that share seeds or keys (``shared_rows``) in the backward,
-    the more so where they live across a loop over the query sequences of a request (``requests``).
+    ``head_dim`` is the larger of D and D_v. Afterwards the lengths choose what tuning found for them, and shrink tiles
+    that are longer (``fit_lengths``). With a bias the streamed side of the tile is half as long, and wide forward tiles
+    are smaller still: entries and gaps of all pairs take registers. So do sums over the sequences that share seeds or
+    keys (``shared_rows``) in the backward, the more so where they live across a loop over the query sequences of a
+    request (``requests``).
     """
-    config = select_from(kernel, head_dim, dtype, capability, large=_LARGE, small=_SMALL)
+    config = select_from(kernel, head_dim, dtype, capability, large=LARGE, small=SMALL)
     block_m, block_n = config.block_m, config.block_n
     if has_bias or (shared_rows and kernel != "forward" and head_dim > 64):
         if kernel in ("forward", "dq"):
@@ -53,4 +55,7 @@ def select(
         block_m, block_n = max(16, block_m // 2), min(block_n, 32)
     if requests and kernel == "dkdv" and head_dim > 64:
         block_n = min(block_n, 64)
-    return dataclasses.replace(config, block_m=block_m, block_n=block_n)
+    if has_bias or shared_rows or requests:
+        # Not tunable: other tiles have not been built with so much in registers.
+        return dataclasses.replace(config, block_m=block_m, block_n=block_n)
+    return with_candidates(config, "jagged_attention", kernel, head_dim, dtype, capability, CANDIDATES)

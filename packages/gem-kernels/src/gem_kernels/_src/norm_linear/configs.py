@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
 from gem_kernels._src.attention.configs import power_of_two, shared_memory_bytes
 from gem_kernels._src.override import replaced
+from gem_kernels._src.tuning.choices import Key
+from gem_kernels._src.tuning.state import choose
 
 Kernel = Literal["rmsnorm_linear", "linear_norm"]
 MAX_FUSED_NORM = 512
@@ -44,14 +47,22 @@ class RowConfig:
     num_warps: int
 
 
-_LARGE: dict[Kernel, MatmulConfig] = {
+LARGE: dict[Kernel, MatmulConfig] = {
     "rmsnorm_linear": MatmulConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3),
     "linear_norm": MatmulConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3),
 }
-_SMALL: dict[Kernel, MatmulConfig] = {
+SMALL: dict[Kernel, MatmulConfig] = {
     "rmsnorm_linear": MatmulConfig(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=3),
     "linear_norm": MatmulConfig(block_m=64, block_n=256, block_k=32, num_warps=8, num_stages=3),
 }
+CANDIDATES: dict[Kernel, tuple[MatmulConfig, ...]] = {
+    "rmsnorm_linear": (
+        MatmulConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3),
+        MatmulConfig(block_m=64, block_n=256, block_k=64, num_warps=4, num_stages=3),
+    ),
+    "linear_norm": (MatmulConfig(block_m=64, block_n=256, block_k=64, num_warps=8, num_stages=3),),
+}
+"""What ``python -m gem_kernels warm`` times beside ``LARGE``; few, and all built by the compile test."""
 _override: dict[Kernel, MatmulConfig] = {}
 
 
@@ -61,11 +72,19 @@ def override(kernel: Kernel, config: MatmulConfig) -> AbstractContextManager[Non
 
 
 def select(kernel: Kernel, in_features: int, out_features: int, capability: tuple[int, int]) -> MatmulConfig:
-    """Configuration of one kernel; a pure function, so that all ranks of a job agree."""
+    """Configuration of one kernel, in half precision; a pure function and tuning, so that all ranks of a job agree."""
     if kernel in _override:
-        base = _override[kernel]
-    else:
-        base = (_LARGE if shared_memory_bytes(capability) >= 227 * 1024 else _SMALL)[kernel]
+        return _fit(_override[kernel], in_features, out_features)
+    if shared_memory_bytes(capability) < 227 * 1024:
+        return _fit(SMALL[kernel], in_features, out_features)
+    default, *others = (_fit(base, in_features, out_features) for base in (LARGE[kernel], *CANDIDATES[kernel]))
+    key = Key("norm_linear", kernel, "half", f"K{in_features} N{out_features}", "any")
+    return choose(key, default, tuple(other for other in others if other != default))
+
+
+@functools.cache
+def _fit(base: MatmulConfig, in_features: int, out_features: int) -> MatmulConfig:
+    """The configuration with tiles that are no wider than the layer."""
     return MatmulConfig(
         block_m=base.block_m,
         block_n=min(base.block_n, power_of_two(out_features)),
