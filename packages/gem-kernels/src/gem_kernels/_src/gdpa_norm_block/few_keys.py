@@ -28,6 +28,8 @@ ROWS = 64
 """Of a tile: with four warps one warpgroup of Hopper's matrix instructions."""
 DKDV_STAGES = 3
 """Tiles of rows that are loaded ahead by the kernel that sums over them."""
+DQ_STAGES = 3
+"""Heads whose tiles are loaded ahead by the kernel of the queries' gradient."""
 
 # The sizes of a batch must not select a compiled variant: each new one would stall a training step.
 RUNTIME_SIZES = ["num_sequences", "num_tiles", "num_steps"]
@@ -129,7 +131,6 @@ def _row_meta(q: Tensor, options: Options) -> dict[str, Any]:
         "HEADS": q.shape[1],
         "BLOCK_M": ROWS,
         "RESIDUAL": options.residual,
-        "num_stages": 1,
     }
 
 
@@ -165,6 +166,7 @@ def launch_few_keys_forward(
                 options.eps,
                 ACTIVATION=activation_pair(options.activation, hardware=q.is_cuda).value,
                 SEARCH=grid.search,
+                num_stages=1,
                 **meta,
             )
     return out, statistics
@@ -211,6 +213,7 @@ def launch_few_keys_backward(
                 *scales,
                 BLOCK_N=power_of_two(rows.shape[1]),
                 SEARCH=grid.search,
+                num_stages=DQ_STAGES,
                 **functions,
                 **meta,
             )

@@ -9,7 +9,7 @@ import torch
 from gem_kernels._src.attention.configs import power_of_two
 from gem_kernels._src.attention.specs import TRITON_NAMES
 from gem_kernels._src.compile_spec import CompileSpec
-from gem_kernels._src.gdpa_norm_block.few_keys import DKDV_STAGES, ROWS, forward_kernel
+from gem_kernels._src.gdpa_norm_block.few_keys import DKDV_STAGES, DQ_STAGES, ROWS, forward_kernel
 from gem_kernels._src.gdpa_norm_block.few_keys_backward import dkdv_kernel, dq_kernel
 from gem_kernels._src.tiles.activation import activation_pair
 
@@ -53,7 +53,7 @@ def _spec(name: str, heads: int, head_dim: int, num_keys: int, dtype: torch.dtyp
         constexprs=constexprs,
         aligned=tuple(x for x in signature if x.endswith("_ptr") or x.startswith("stride")),
         num_warps=4,
-        num_stages=DKDV_STAGES if kernel is dkdv_kernel else 1,
+        num_stages={"few_keys-dq": DQ_STAGES, "few_keys-dkdv": DKDV_STAGES}.get(name, 1),
         max_spill_bytes=_MAX_SPILL_BYTES,
     )
 
