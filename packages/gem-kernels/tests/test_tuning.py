@@ -25,7 +25,7 @@ from gem_kernels._src.conformance import ranks
 from gem_kernels._src.conformance.cases import ConformanceCase
 from gem_kernels._src.conformance.run import make_calls
 from gem_kernels._src.conformance.tune import agree, choose_fastest, tune
-from gem_kernels._src.conformance.warm import choices_state, in_turn
+from gem_kernels._src.conformance.warm import DEFAULTS, choices_state, in_turn, is_ready
 from gem_kernels._src.gdpa import configs as gdpa_configs
 from gem_kernels._src.jagged_attention import configs as jagged_configs
 from gem_kernels._src.norm_linear import configs as linear_configs
@@ -575,7 +575,9 @@ def test_digests_of_an_earlier_job_are_forgotten(tmp_path):
     for number in range(3):
         ranks.compare("aa", marker, number, world_size=None, timeout=0)
     ranks.compare("aa", other, 0, world_size=None, timeout=0)
-    ranks.forget_digests(marker)
+    ranks.forget_digests(marker, "1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.rank0", "x.rank2", "y.rank0"]
+    ranks.forget_digests(marker, "*")
     assert [path.name for path in tmp_path.iterdir()] == ["y.rank0"]
     with pytest.raises(TimeoutError, match="rank 1 waited in vain for rank 0"):
         ranks.compare("aa", marker, 1, world_size=None, timeout=0)
@@ -588,17 +590,20 @@ def test_a_marker_of_other_choices_is_no_marker(tmp_path):
     for state_of_rank in ("choices 2", None):
         with pytest.raises(TimeoutError, match="rank 1 waited"):
             in_turn(lambda: None, marker, 1, timeout=0, state=lambda text=state_of_rank: text)
+    # A rank that does not tune runs, and the digests tell; rank 0 is not misled.
+    in_turn(lambda: None, marker, 1, timeout=0, state=lambda: DEFAULTS)
+    assert not is_ready(marker, lambda: DEFAULTS, 0)
 
 
 def test_the_marker_is_of_the_choices(tmp_path):
     path = tmp_path / "tuning.json"
-    assert choices_state(None, HERE, tunes=True) == choices_state(path, HERE, tunes=False) == "default configurations"
+    assert choices_state(None, HERE, tunes=True) == choices_state(path, HERE, tunes=False) == DEFAULTS
     assert choices_state(path, HERE, tunes=True) is None
     choices.add(path, HERE, [choice()])
     assert choices_state(path, HERE, tunes=True) == f"choices {choices.digest({KEY: choice()})}"
     assert choices_state(path, HERE, tunes=False) == choices_state(path, HERE, tunes=True)
     assert choices_state(path, HERE._replace(triton="4"), tunes=True) is None
-    assert choices_state(path, HERE._replace(triton="4"), tunes=False) == "default configurations"
+    assert choices_state(path, HERE._replace(triton="4"), tunes=False) == DEFAULTS
 
 
 def check_in_a_group(rank, folder):
@@ -670,11 +675,11 @@ def test_cuda_rank_0_tunes_and_ranks_agree(tmp_path):
     assert [code for code, *_ in second] == [0, 0], second
     assert path.read_text() == content
     # A rank that chooses otherwise is named.
-    third = finish(
-        [start_warm(shapes, cache, 0), start_warm(shapes, cache, 1, GEM_KERNELS_TUNING="off", WORLD_SIZE="2")]
-    )
-    assert third[1][0] == 1
-    assert "rank 1" in third[1][2]
+    third = finish([start_warm(shapes, cache, 0), start_warm(shapes, cache, 1, GEM_KERNELS_TUNING="off")])
+    assert [code for code, *_ in third] == [1, 1], third
+    for _, _, error in third:
+        assert "all ranks must have the hash of rank 0" in error
+        assert "got rank 1 " in error
 
 
 @pytest.mark.gpu

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 from gem_kernels._src.conformance.cases import ConformanceCase, default_cases, load_cases
-from gem_kernels._src.conformance.ranks import number_in
+from gem_kernels._src.conformance.ranks import RanksDifferError, number_in
 from gem_kernels._src.conformance.run import measure
+from gem_kernels._src.conformance.tune import TuningError
 from gem_kernels._src.conformance.warm import warm
 from gem_kernels._src.tuning.choices import Choice
 
@@ -120,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1 if run_check(cases, torch.device(parsed.device)) else 0
     try:
         run_warm(cases, parsed.timeout, tunes=not parsed.no_tune)
-    except (TimeoutError, RuntimeError, ValueError) as error:
+    except (TimeoutError, RanksDifferError, TuningError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     return 0

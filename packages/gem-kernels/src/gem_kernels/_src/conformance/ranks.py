@@ -52,9 +52,9 @@ def _path(marker: Path, rank: int) -> Path:
     return marker.with_suffix(f".rank{rank}")
 
 
-def forget_digests(marker: Path) -> None:
-    """Remove what the ranks of an earlier job have written, before any rank of this one has."""
-    for path in marker.parent.glob(f"{marker.stem}.rank*"):
+def forget_digests(marker: Path, rank: str) -> None:
+    """Remove what a rank has written in an earlier job; "*" is every rank."""
+    for path in marker.parent.glob(f"{marker.stem}.rank{rank}"):
         path.unlink(missing_ok=True)
 
 

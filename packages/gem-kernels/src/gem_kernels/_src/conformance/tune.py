@@ -27,6 +27,10 @@ _MAX_UNITS = 16.0
 Call = Callable[[], tuple[Tensor, ...]]
 
 
+class TuningError(RuntimeError):
+    """The process that tunes has failed."""
+
+
 def agree(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     """Whether two configurations compute the same up to rounding, by the root mean square and by the worst entry."""
     for a, b in zip(actual, expected, strict=True):
@@ -113,13 +117,13 @@ def tune_in_a_process(path: Path, cases: Sequence[ConformanceCase], device: torc
     """Add the choices for some cases to a file; no kernel of the losers, nor a broken context, stays behind here.
 
     Raises:
-        RuntimeError: if the process fails; what it printed says why.
+        TuningError: if the process fails; what it printed says why.
     """
     process = multiprocessing.get_context("spawn").Process(target=_tune_into, args=(path, list(cases), device))
     process.start()
     process.join()
     if process.exitcode != 0:
-        raise RuntimeError(
+        raise TuningError(
             f"warm: the process that tunes must end with 0, got {process.exitcode}; its message is above, and "
             "`--no-tune` keeps the default configurations."
         )

@@ -24,6 +24,8 @@ from gem_kernels._src.tuning.choices import Choice, MadeFor, StaleError, digest,
 from gem_kernels._src.tuning.state import asking, forget, made_for, table, tuning_path
 from gem_kernels._version import __version__
 
+DEFAULTS = "default configurations"
+"""What a marker says where nothing is tuned."""
 _POLL_SECONDS = 0.2
 
 
@@ -70,11 +72,11 @@ def in_turn(
         TimeoutError: if rank 0 has not finished after ``timeout`` seconds.
     """
     start = time.monotonic()
-    while rank != 0 and not is_ready(marker, state):
+    while rank != 0 and not is_ready(marker, state, rank):
         if time.monotonic() - start > timeout:
             raise TimeoutError(
                 f"warm: rank {rank} waited {timeout:.0f} s for rank 0 to write {marker.name} in {marker.parent}; all "
-                "ranks must share Triton's cache (TRITON_CACHE_DIR) and the list of cases."
+                "ranks must share Triton's cache (TRITON_CACHE_DIR), GEM_KERNELS_TUNING and the list of cases."
             )
         time.sleep(_POLL_SECONDS)
     waited = time.monotonic() - start
@@ -88,12 +90,17 @@ def in_turn(
     return waited
 
 
-def is_ready(marker: Path, state: Callable[[], str | None]) -> bool:
-    """Whether there is a marker, of the present state."""
+def is_ready(marker: Path, state: Callable[[], str | None], rank: int) -> bool:
+    """Whether there is a marker of the present state.
+
+    A rank that takes the defaults has no state to wait for: if rank 0 tunes, comparing the digests says so.
+    """
     try:
-        return marker.read_text() == state()
+        text = marker.read_text()
     except FileNotFoundError:
         return False
+    expected = state()
+    return text == expected or (rank != 0 and expected == DEFAULTS)
 
 
 def run_cases(cases: Sequence[ConformanceCase], device: torch.device) -> None:
@@ -118,19 +125,16 @@ def compiled_kernels() -> list[CompiledKernel]:
     return sorted(found, key=lambda kernel: (kernel.name, kernel.hash))
 
 
-_DEFAULTS = "default configurations"
-
-
 def choices_state(path: Path | None, here: MadeFor, *, tunes: bool) -> str | None:
     """What the marker says of the choices: none, or their hash; None where rank 0 is yet to write them."""
     if path is None:
-        return _DEFAULTS
+        return DEFAULTS
     try:
         if path.exists():
             return f"choices {digest(read(path, here))}"
     except StaleError:
         pass
-    return None if tunes else _DEFAULTS
+    return None if tunes else DEFAULTS
 
 
 def warm(
@@ -149,7 +153,7 @@ def warm(
     Raises:
         RanksDifferError: if a rank has other kernels or choices than rank 0.
         TimeoutError: if a rank waited in vain.
-        RuntimeError: if tuning fails.
+        TuningError: if tuning fails.
         ValueError: if the tuning file is damaged.
     """
     import triton
@@ -163,10 +167,12 @@ def warm(
         return choices_state(path, here, tunes=tunes)
 
     choices: list[Choice] = []
+    forget_digests(marker, str(rank))
 
     def run() -> None:
-        if rank == 0 and not is_ready(marker, state):
-            forget_digests(marker)
+        if rank == 0 and not is_ready(marker, state, rank):
+            # The others wait for the marker: what they have written is of an earlier job.
+            forget_digests(marker, "*")
             if tunes and path is not None:
                 tune_in_a_process(path, cases, device)
         forget()
