@@ -264,11 +264,12 @@ def prepare(providers: dict[str, Provider]) -> dict[str, tuple[Callable[[], obje
     return found
 
 
-def run(op: Op, shape: Shape, base: Base, repeats: int, providers: str | None = None) -> None:
-    """One shape, both directions, all providers or those whose names hold ``providers``."""
+def run(op: Op, shape: Shape, base: Base, repeats: int, skip: Sequence[str] = ()) -> None:
+    """One shape, both directions, all providers but those whose names hold one of ``skip``."""
     x = make_inputs(shape)
     check(op, x)
-    found = prepare({n: p for n, p in make_providers(op, shape, x).items() if providers is None or providers in n})
+    providers = make_providers(op, shape, x)
+    found = prepare({n: p for n, p in providers.items() if not any(part in n for part in skip)})
     for i, work in enumerate(directions(op, shape, x)):
         functions = {name: calls[i] for name, calls in found.items()}
         compare(work, functions, device=torch.device("cuda"), warmup=1, repeats=repeats, base=base, in_rounds=True)
@@ -299,7 +300,7 @@ def main(op: Op, shapes: Sequence[Shape], description: str | None, argv: Sequenc
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two shapes, few repeats")
     parser.add_argument("--shape", help="only the shape of this id")
-    parser.add_argument("--provider", help="only providers whose names hold this")
+    parser.add_argument("--skip", action="append", default=[], help="no provider whose name holds this")
     parser.add_argument("--repeats", type=int, default=9, help="rounds")
     parser.add_argument("--tune", choices=("forward", "dq", "dkdv", "dqdkdv"), help="time candidates of this kernel")
     arguments = parser.parse_args(argv)
@@ -316,4 +317,4 @@ def main(op: Op, shapes: Sequence[Shape], description: str | None, argv: Sequenc
             if arguments.tune:
                 tune(op, arguments.tune, shape, base, repeats)
             else:
-                run(op, shape, base, repeats, arguments.provider)
+                run(op, shape, base, repeats, arguments.skip)

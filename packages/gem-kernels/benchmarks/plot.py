@@ -1,5 +1,5 @@
-"""One SVG chart per op from rows of the benchmarks: the ratio of every provider, by direction and shape, each at the
-last commit that it was measured at.
+"""One SVG chart per op from rows of the benchmarks: the ratio of every provider, by direction and shape, as it was
+measured last.
 
 python plot.py kernels-h200.jsonl --output docs/measured     # writes kernels-<op>.svg
 
@@ -68,11 +68,15 @@ def distinct(values: Iterable[str]) -> list[str]:
 
 
 def newest(rows: list[Row]) -> list[Row]:
-    """Of each direction and shape, the rows of the commit that was measured last."""
+    """Of each direction, shape and provider the last row, if its ratio is to what that of the last of all is to."""
     latest: dict[tuple[str, str], Row] = {}
     for row in sorted(rows, key=lambda row: row["date"]):
         latest[row["direction"], row["shape"]] = row
-    return [row for row in rows if row["commit"] == latest[row["direction"], row["shape"]]["commit"]]
+    kept: dict[tuple[str, str, str], Row] = {}
+    for row in sorted(rows, key=lambda row: row["date"]):
+        if row["ratio_to"] == latest[row["direction"], row["shape"]]["ratio_to"]:
+            kept[row["direction"], row["shape"], row["provider"]] = row
+    return [row for row in rows if row is kept.get((row["direction"], row["shape"], row["provider"]))]
 
 
 def is_ours(op: str, provider: str) -> bool:

@@ -133,9 +133,12 @@ def test_a_chart_has_a_bar_per_provider_and_a_line_at_the_aim(plot):
     assert any(line.startswith(f"M{118 + 330 * 0.8:.4g} ") for line in lines)
 
 
-def test_a_chart_shows_the_commit_that_was_measured_last(plot):
+def test_a_chart_shows_what_was_measured_last_of_each_provider(plot):
     new = chart_rows({"ours": 0.5}, commit="b", date="2026-01-02")
-    assert plot.newest([*new, *chart_rows({"ours": 0.4, "other": 0.3})]) == new
+    old = chart_rows({"ours": 0.4, "other": 0.3})
+    assert plot.newest([*new, *old]) == [*new, old[1]]
+    new[0]["ratio_to"] = "something else"
+    assert plot.newest([*new, *old]) == new
 
 
 @pytest.mark.gpu
