@@ -1,7 +1,8 @@
 """Triton backward of jagged attention, deterministic: no gradient row is written by two programs.
 
 ``delta`` first (row sums of dO * O), then one kernel per side: dK and dV (``backward_dkdv``), dQ (``backward_dq``).
-On Hopper some calls take its own kernels (``hopper_backward``).
+Few queries over many keys take one kernel for all (``backward_few_queries``), some calls on Hopper its own kernels
+(``hopper_backward``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from gem_kernels._src.attention.launch import call_flags, clamp_window, device_g
 from gem_kernels._src.jagged_attention import hopper_launch
 from gem_kernels._src.jagged_attention.backward_dkdv import launch_dkdv
 from gem_kernels._src.jagged_attention.backward_dq import launch_dq_of_rows, launch_dq_of_seeds
+from gem_kernels._src.jagged_attention.backward_few_queries import few_queries, launch_few_queries
 from gem_kernels._src.jagged_attention.bias import Bias, pair_with_bias
 
 DELTA_ROWS = 16
@@ -106,6 +108,8 @@ def launch_backward(
         return hopper_launch.launch_hopper_backward(do, dlse, q, k, v, out, lse, *offsets, scale)
     shared = call_flags(q, k, v, left, right) | bias.flags()
     with device_guard(q):
+        if few_queries(q, k, v, pairing, left, right, bias):
+            return launch_few_queries(do, dlse, q, k, v, out, lse, pairing, scale)
         args = (do, q, k, v, lse, launch_delta(out, do, dlse), pairing, max_seqlen_k, scale, left, right, bias, shared)
         dq_beside, dk, dv = launch_dkdv(*args)
         if dq_beside is not None:

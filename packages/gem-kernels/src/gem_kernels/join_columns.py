@@ -1,0 +1,73 @@
+"""Columns of several tensors side by side in one dtype: ``torch.cat`` along dim 1 and a cast, in one pass each way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gem_kernels._src.eager import launches_directly
+from gem_kernels._src.validate import check_float, check_tensor
+
+__all__ = ["join_columns"]
+
+MAX_PARTS = 8
+"""Tensors that one kernel reads; more are joined by torch."""
+
+
+class _JoinColumns(torch.autograd.Function):
+    """The kernel without torch.library between."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *parts: Tensor) -> Tensor:
+        from gem_kernels._src.join_columns.kernels import launch_join
+
+        ctx.layout = [(part.shape[1], part.dtype) for part in parts]
+        return launch_join(parts, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from gem_kernels._src.join_columns.kernels import launch_apart
+
+        widths, dtypes = zip(*ctx.layout, strict=True)
+        wanted = [x if needed else None for x, needed in zip(dtypes, ctx.needs_input_grad[1:], strict=True)]
+        return None, *launch_apart(grads[0], widths, wanted)
+
+
+def join_columns(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Join the columns of tensors with equally many rows, each cast to one dtype; gradients are cast back.
+
+    Args:
+        parts: (M, w_i) each, of any float dtype; at least one.
+        dtype: Of the result, a float dtype.
+
+    Returns:
+        (M, sum of w_i), contiguous.
+
+    Raises:
+        ValueError: on no part, or a shape that does not fit.
+        TypeError: on a dtype or argument type that does not fit.
+    """
+    op = "join_columns"
+    if not isinstance(parts, Sequence):
+        raise TypeError(f"{op}: `parts` must be a sequence of tensors, got {type(parts).__name__}; put it in a list.")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"{op}: `dtype` must be a floating point dtype, got {dtype!r}.")
+    if not parts:
+        raise ValueError(f"{op}: `parts` must hold at least one tensor, got none.")
+    for index, part in enumerate(parts):
+        check_tensor(op, f"parts[{index}]", part)
+        check_float(op, f"parts[{index}]", part)
+        if part.dim() != 2 or part.shape[0] != parts[0].shape[0]:
+            raise ValueError(
+                f"{op}: `parts[{index}]` must have shape (M, w) with the rows of `parts[0]`, "
+                f"got {tuple(part.shape)} beside {tuple(parts[0].shape)}."
+            )
+    if launches_directly(*parts) and len(parts) <= MAX_PARTS and all(part.shape[1] for part in parts):
+        joined: Tensor = _JoinColumns.apply(dtype, *parts)
+        return joined
+    return torch.cat([part.to(dtype) for part in parts], dim=1)
