@@ -20,7 +20,11 @@ from torch import Tensor
 
 from gem_model import RankingConfig, RankingModel, presets, random_batch
 
-PRESETS: dict[str, Callable[..., RankingConfig]] = {"tiny": presets.tiny, "small": presets.small}
+PRESETS: dict[str, Callable[..., RankingConfig]] = {
+    "tiny": presets.tiny,
+    "small": presets.small,
+    "large": presets.large,
+}
 
 
 def make_config(preset: str) -> RankingConfig:

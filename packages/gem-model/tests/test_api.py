@@ -11,6 +11,7 @@ def test_all_is_pinned():
         "RankingModel",
         "SequenceTowerConfig",
         "__version__",
+        "capture_segments",
         "compile_units",
         "presets",
         "protocols",
@@ -19,5 +20,5 @@ def test_all_is_pinned():
 
 
 def test_presets_and_protocols_are_pinned():
-    assert gem_model.presets.__all__ == ["small", "tiny"]
+    assert gem_model.presets.__all__ == ["large", "small", "tiny"]
     assert gem_model.protocols.__all__ == ["RankingBatch", "SequenceView"]

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from gem_kernels.hat_columns import hat_encoding, recency
 from gem_model._src import blocks
 from gem_model._src.blocks import SumKronLinear, TokenLinear, token_columns
-from gem_model._src.events import hat_encoding, recency
 from gem_model._src.interaction import FactorizationMachineBlock
 from gem_model._src.jagged import fixed_offsets
 from gem_model._src.rms_norm import _RMSNorm, rms_norm

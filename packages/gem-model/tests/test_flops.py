@@ -104,7 +104,12 @@ def test_backward_factors():
 
 @pytest.mark.parametrize(
     ("preset", "embedding_dim", "length", "claimed"),
-    [(presets.tiny, 32, 128, 14e6), (presets.tiny, 32, 512, 45e6), (presets.small, 64, 512, 1.06e9)],
+    [
+        (presets.tiny, 32, 128, 14e6),
+        (presets.tiny, 32, 512, 45e6),
+        (presets.small, 64, 512, 1.06e9),
+        (presets.large, 128, 512, 34e9),
+    ],
 )
 def test_presets_cost_what_their_docstring_says(preset, embedding_dim, length, claimed):
     config = preset(

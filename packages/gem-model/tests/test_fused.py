@@ -67,6 +67,38 @@ def test_the_fused_model_is_the_plain_one(request, calls, monkeypatch, config, l
             torch.testing.assert_close(x, y, rtol=1e-4, atol=2e-5 * (1.0 + y.abs().max().item()) if y.numel() else 0.0)
 
 
+@pytest.mark.parametrize("config", ["tiny", "experts"])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+def test_maps_of_tokens_on_rows_as_they_lie_are_the_transposed_ones(request, monkeypatch, config, lengths):
+    config = request.getfixturevalue(config)
+    torch.manual_seed(0)
+    model = RankingModel(config)
+    batch, embeddings = random_batch(config, len(lengths), lengths={tower.name: lengths for tower in config.sequences})
+    expected = gradients(model, batch, embeddings)
+    maps = []
+    monkeypatch.setattr(blocks, "serves_token_linear", lambda x, *weights: maps.append(len(weights)) or True)
+    actual = gradients(model, batch, embeddings)
+    # Three of every interaction together, the others alone.
+    assert maps.count(3) == config.num_layers * config.num_experts
+    assert 1 in maps
+    for ours, theirs in zip(actual, expected, strict=True):
+        for x, y in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=2e-5 * (1.0 + y.abs().max().item()) if y.numel() else 0.0)
+
+
+def test_a_map_of_tokens_that_somebody_watches_is_called(monkeypatch):
+    layer, seen = blocks.TokenLinear(5, 3), []
+    monkeypatch.setattr(blocks, "serves_token_linear", lambda x, *weights: True)
+    x = torch.randn(2, 5, 4)
+    expected = layer(x)
+    handle = layer.linear.register_forward_hook(lambda *_: seen.append(True))
+    torch.testing.assert_close(layer(x), expected)
+    assert seen == [True]
+    handle.remove()
+    layer(x)
+    assert seen == [True]
+
+
 @pytest.mark.parametrize("activation", ["gelu", "silu", "relu_square", "raw"])
 def test_the_fused_feed_forward_is_the_plain_one_in_float64(two_towers, calls, monkeypatch, activation):
     torch.manual_seed(0)

@@ -7,6 +7,7 @@ Histories are skewed (exponential, cut at the maximum), FLOPs are the model's ow
     python bench_train_step.py                     # one JSON line per preset and precision
     python bench_train_step.py --preset small --precision bf16 --profile trace.json
     python bench_train_step.py --preset small --samples 1024   # where the host is the limit
+    python bench_train_step.py --preset small --precision bf16_activations --captured   # with CUDA graphs
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 import torch
 
 from gem_kernels.testing.bench import environment
-from gem_model import RankingConfig, RankingModel, presets, random_batch
+from gem_model import RankingConfig, RankingModel, capture_segments, presets, random_batch
 from gem_parallel import FeatureConfig, ShardedEmbeddings, SparseOptimizerConfig, TableConfig, clip_grad_norm_
 from gem_precision import convert, get_recipe, recipe_names
 from gem_train import mfu
@@ -36,13 +37,13 @@ from gem_train.timing import PhaseTimer
 ITEM_ROWS = 1_000_000
 OTHER_ROWS = 1_000
 NUM_BATCHES = 4
-SIZES = {"tiny": (8192, 120.0, 512), "small": (4096, 256.0, 512)}
+SIZES = {"tiny": (8192, 120.0, 512), "small": (4096, 256.0, 512), "large": (2048, 256.0, 512)}
 """Preset -> samples of a step, mean of the exponential before the cut, longest history."""
 
 
 def make_config(preset: str) -> RankingConfig:
     """A preset that reads a candidate, its category, and a history of items, categories and ratings."""
-    build = {"tiny": presets.tiny, "small": presets.small}[preset]
+    build = {"tiny": presets.tiny, "small": presets.small, "large": presets.large}[preset]
     return build(
         context_features=("item", "category"),
         num_dense=6,
@@ -80,9 +81,15 @@ def make_batch(config: RankingConfig, preset: str, num_samples: int, device: tor
 
 
 def measure(
-    preset: str, precision: str, device: torch.device, steps: int, profile: Path | None, num_samples: int | None = None
+    preset: str,
+    precision: str,
+    device: torch.device,
+    steps: int,
+    profile: Path | None,
+    num_samples: int | None = None,
+    captured: bool = False,
 ) -> dict[str, object]:
-    """Times `steps` whole steps after a warm-up; median over steps, by device events on CUDA."""
+    """Times `steps` whole steps after a warm-up; mean over steps, the host's share in enqueue_ms."""
     torch.manual_seed(0)
     config = make_config(preset)
     embeddings = make_embeddings(config, device)
@@ -105,6 +112,12 @@ def measure(
     num_samples = num_samples or SIZES[preset][0]
     batches = [make_batch(config, preset, num_samples, device, seed) for seed in range(NUM_BATCHES)]
     flops = [model.flops(host).total for host, _, _, _ in batches]
+    if captured:
+        _, batch, ids, _ = batches[0]
+        rows = {
+            name: torch.randn(len(values), config.embedding_dim, device=device) for name, (values, _) in ids.items()
+        }
+        capture_segments(model, batch, {name: x.requires_grad_() for name, x in rows.items()})
 
     def run(index: int) -> None:
         _, batch, ids, _ = batches[index % NUM_BATCHES]
@@ -123,6 +136,7 @@ def measure(
         run(index)
         if not cuda:
             seconds.append(time.perf_counter() - start)
+    enqueued = (time.perf_counter() - begin) / steps
     if cuda:
         torch.cuda.synchronize()
     wall = (time.perf_counter() - begin) / steps
@@ -147,10 +161,12 @@ def measure(
         "bench": "train_step",
         "preset": preset,
         "precision": precision,
+        "captured": captured,
         "samples_per_step": num_samples,
         "events_per_step": round(statistics.fmean(b[3] for b in batches)),
         "parameters": sum(p.numel() for p in model.parameters()),
         "step_ms": 1e3 * wall,
+        "enqueue_ms": 1e3 * enqueued,
         "samples_per_second": num_samples / wall,
         "mflop_per_sample_forward_backward": mean_flops / num_samples / 1e6,
         "tflops": mean_flops / wall / 1e12,
@@ -165,18 +181,29 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", nargs="*", default=["tiny", "small"], choices=["tiny", "small"])
+    parser.add_argument("--preset", nargs="*", default=["tiny", "small"], choices=list(SIZES))
     parser.add_argument("--precision", nargs="*", default=["fp32", "bf16"], choices=recipe_names())
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=20, help="measured steps after the warm-up (default 20)")
     parser.add_argument("--samples", type=int, help="of a step, in place of the preset's own number")
+    parser.add_argument("--captured", action="store_true", help="segments of the model from CUDA graphs")
     parser.add_argument("--profile", type=Path, help="write a trace of a few steps of each variant here")
     parser.add_argument("--output", type=Path, help="append the JSON lines to this file")
     arguments = parser.parse_args()
     for preset in arguments.preset:
         for precision in arguments.precision:
             device = torch.device(arguments.device)
-            row = json.dumps(measure(preset, precision, device, arguments.steps, arguments.profile, arguments.samples))
+            row = json.dumps(
+                measure(
+                    preset,
+                    precision,
+                    device,
+                    arguments.steps,
+                    arguments.profile,
+                    arguments.samples,
+                    arguments.captured,
+                )
+            )
             print(row, flush=True)
             if arguments.output:
                 arguments.output.parent.mkdir(parents=True, exist_ok=True)

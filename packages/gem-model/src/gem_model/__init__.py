@@ -2,6 +2,7 @@
 
 from gem_model import presets, protocols
 from gem_model._version import __version__
+from gem_model.capturing import capture_segments
 from gem_model.compiling import compile_units
 from gem_model.config import RankingConfig, SequenceTowerConfig
 from gem_model.flops import FlopCount
@@ -15,6 +16,7 @@ __all__ = [
     "RankingModel",
     "SequenceTowerConfig",
     "__version__",
+    "capture_segments",
     "compile_units",
     "presets",
     "protocols",

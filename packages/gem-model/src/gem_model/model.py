@@ -14,6 +14,7 @@ from gem_model._src.events import EventTokens, event_numbers
 from gem_model._src.heads import Heads
 from gem_model._src.jagged import Jagged
 from gem_model._src.layer import HybridLayer, Readout
+from gem_model._src.segments import Captured
 from gem_model._src.tokens import ContextTokens
 from gem_model.config import RankingConfig
 from gem_model.flops import BatchSizes, FlopCount, nest
@@ -69,6 +70,7 @@ class RankingModel(nn.Module):
         self.layers = nn.ModuleList(HybridLayer(config, index) for index in range(config.num_layers))
         self.readout = Readout(config)
         self.heads = Heads(config, self.readout.width)
+        self._captured = Captured()
 
     def forward(self, batch: RankingBatch, embeddings: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Score a batch.
@@ -85,6 +87,8 @@ class RankingModel(nn.Module):
             TypeError: if an argument has another type, or a tensor another dtype than the layer that reads it.
         """
         check_inputs(batch, embeddings, self.config, self.context_tokens, self.event_tokens)
+        if self._captured.fit(self, batch):
+            return self._captured(self, batch, embeddings)
         x = self.context_tokens({name: embeddings[name] for name in self.config.context_features}, batch.dense)
         sequences = {}
         for tower in self.config.sequences:

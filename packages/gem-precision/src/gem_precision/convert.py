@@ -8,6 +8,8 @@ from collections.abc import Callable
 from torch import nn
 
 from gem_precision._src import bypass, layers
+from gem_precision._src.cast_once import cast_once
+from gem_precision.linear import BF16Linear
 from gem_precision.recipe import BF16Recipe, FP32Recipe, MXFP8Recipe, Recipe
 
 __all__ = ["convert"]
@@ -99,4 +101,7 @@ def convert(module: nn.Module, recipe: Recipe, *, filter: Callable[[nn.Module, s
         else:
             layers.pass_over(layer, recipe, reason)
     bypass.take_off_fast_paths(module)
+    low: list[nn.Linear] = [x for fqn, x in candidates if obstacles[fqn] is None and isinstance(x, BF16Linear)]
+    if low:
+        cast_once(module, low)
     return module

@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
+from gem_kernels.column_sums import column_sums
+from gem_precision._src import cast_once
 from gem_precision._src.forward_ad import refuse_tangents
 from gem_precision._src.quantize import fake_quantize
 from gem_precision.recipe import BF16Recipe, MXFP8Recipe
@@ -118,10 +121,69 @@ class MXFP8Linear(nn.Linear):
         return f"{super().extra_repr()}, recipe={self.recipe.name}, backend={self.recipe.resolved_backend}"
 
 
+class _BF16Matmul(torch.autograd.Function):
+    """The three matmuls of a linear layer on a bfloat16 input, with gradients of the parameters in float32.
+
+    ``low_weight`` and ``low_bias`` are the parameters in bfloat16, if somebody has cast them already.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low_weight: Tensor | None, low_bias: Tensor | None
+    ) -> Tensor:
+        if low_weight is None:
+            low_weight = weight.to(torch.bfloat16)
+            low_bias = None if bias is None else bias.to(torch.bfloat16)
+        rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        ctx.save_for_backward(rows, low_weight)
+        ctx.shape = x.shape
+        ctx.dtypes = (weight.dtype, None if bias is None else bias.dtype)
+        out = rows @ low_weight.t() if low_bias is None else torch.addmm(low_bias, rows, low_weight.t())
+        if x.dim() == 2:
+            return out
+        # No view: a sharded module must not return one.
+        shaped: Tensor = torch.ops.aten._unsafe_view.default(out, (*x.shape[:-1], out.shape[1]))
+        return shaped
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        dy = grads[0].reshape(-1, weight.shape[0])
+        weight_dtype, bias_dtype = ctx.dtypes
+        dx = dweight = dbias = None
+        if ctx.needs_input_grad[0]:
+            dx = (dy @ weight).view(ctx.shape)
+        if ctx.needs_input_grad[1]:
+            if dy.is_cuda and weight_dtype == torch.float32:
+                dweight = torch.mm(dy.t(), rows, out_dtype=torch.float32)
+            else:
+                dweight = (dy.t() @ rows).to(weight_dtype)
+        if ctx.needs_input_grad[2]:
+            dbias = column_sums(dy).to(bias_dtype)
+        return dx, dweight, dbias, None, None
+
+
+def _takes_matmul(*tensors: Tensor | None) -> bool:
+    """Whether `_BF16Matmul` takes these: plain tensors, no compiler, autocast, transform of functions or forward AD."""
+    return (
+        not torch.compiler.is_compiling()
+        and not any(torch.is_autocast_enabled(device_type) for device_type in cast_once.DEVICES)
+        and getattr(forward_ad, "_current_level", 0) < 0
+        and torch._C._functorch.peek_interpreter_stack() is None  # type: ignore[attr-defined]
+        and all(
+            type(x) in (Tensor, nn.Parameter) and x.device.type in cast_once.DEVICES for x in tensors if x is not None
+        )
+    )
+
+
 class BF16Linear(nn.Linear):
     """``nn.Linear`` that multiplies in bfloat16, forward and backward, and keeps its parameters as they are.
 
     Like autocast, but of this layer alone, and unless the recipe says otherwise the result has the dtype of the input.
+
+    On CUDA and with a bfloat16 input, gradients of the parameters are sums in float32 that nothing rounds on the way,
+    and there are no second derivatives.
 
     Args:
         in_features: K.
@@ -145,6 +207,14 @@ class BF16Linear(nn.Linear):
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.recipe = BF16Recipe() if recipe is None else recipe
 
+    @property
+    def operand_dtype(self) -> torch.dtype | None:
+        """What input and weight are cast to and the result has, for those who prepare or multiply them themselves.
+
+        None where the result has another dtype, that of the input.
+        """
+        return torch.bfloat16 if self.recipe.activations == "bfloat16" else None
+
     def forward(self, input: Tensor) -> Tensor:
         """(..., K) -> (..., N) in the dtype of the input, or in bfloat16 if the recipe has activations in it.
 
@@ -157,6 +227,11 @@ class BF16Linear(nn.Linear):
                 "BF16Linear: `input` and the weight must be float32, bfloat16 or float16, "
                 f"got {input.dtype} and a weight in {self.weight.dtype}; cast them first."
             )
+        if input.dtype == torch.bfloat16 and _takes_matmul(input, self.weight, self.bias):
+            copies = cast_once.copies_of(self)
+            weight, low_bias = (None, None) if copies is None else copies[:2]
+            product: Tensor = _BF16Matmul.apply(input, self.weight, self.bias, weight, low_bias)
+            return product
         bias = None if self.bias is None else self.bias.to(torch.bfloat16)
         out = linear(input.to(torch.bfloat16), self.weight.to(torch.bfloat16), bias)
         return out if self.recipe.activations == "bfloat16" else out.to(input.dtype)
@@ -170,6 +245,11 @@ class HighPrecisionLinear(nn.Linear):
 
     What a layer becomes that stays in high precision while the activations around it are bfloat16.
     """
+
+    @property
+    def operand_dtype(self) -> torch.dtype:
+        """What the input is cast to and the result has, for those who prepare or multiply it themselves."""
+        return self.weight.dtype
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., K) -> (..., N) in the dtype of the weight.

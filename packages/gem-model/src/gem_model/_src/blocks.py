@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gem_kernels.gate import gate
 from gem_kernels.layer_norm_rows import layer_norm_rows, layer_norm_rows_backward
+from gem_kernels.token_linear import serves_token_linear, token_linear
 from gem_kernels.transpose_tokens import transpose_tokens
 from gem_model.flops import ModuleFlops, linear_flops
 
@@ -25,7 +27,7 @@ def activation_module(name: str) -> nn.Module:
 NORM_DEVICES = ("cuda",)
 """Where the norms of gem_kernels run: torch's own has a whole block of threads for each short row there."""
 _MAX_NORM = 16384
-_MIN_NORM = _MIN_TRANSPOSE = 2**25
+_MIN_NORM, _MIN_TRANSPOSE = 2**24, 2**25
 """Elements from which a kernel of gem_kernels is worth its launch, which costs the host more than one of torch's."""
 
 
@@ -110,8 +112,27 @@ class TokenLinear(nn.Module):
         super().__init__()
         self.linear = nn.Linear(num_inputs, num_outputs, bias=bias)
 
+    @property
+    def exact(self) -> bool | None:
+        """How the layer multiplies x in half precision by its weight: as it is, True, or rounded to the dtype of x.
+
+        None if only the layer itself can tell: a recipe may have replaced it, or somebody watches its calls.
+        """
+        linear = self.linear
+        if linear._forward_hooks or linear._forward_pre_hooks:
+            return None
+        if type(linear) is nn.Linear:
+            # It takes no input of another dtype.
+            return False
+        dtype: torch.dtype | None = getattr(linear, "operand_dtype", None)
+        return None if dtype is None else dtype == torch.float32
+
     def forward(self, x: Tensor, columns: Tensor | None = None) -> Tensor:
         """Mix the tokens; ``columns`` are `token_columns` of x, if several maps read them."""
+        exact = self.exact if columns is None and mixes_rows(x, self) else None
+        if exact is not None:
+            mixed: Tensor = token_linear(x, self.linear.weight, self.linear.bias, exact=exact)
+            return mixed
         out: Tensor = self.linear(token_columns(x) if columns is None else columns)
         if torch.promote_types(out.dtype, x.dtype) != x.dtype:
             out = out.to(x.dtype)
@@ -121,6 +142,25 @@ class TokenLinear(nn.Module):
     def flops(self, num_samples: int, width: int) -> dict[str, ModuleFlops]:
         """FLOPs over samples whose tokens have ``width`` columns."""
         return {"": ModuleFlops(gemm=linear_flops(self.linear, num_samples * width))}
+
+
+def mixes_rows(x: Tensor, *maps: TokenLinear) -> bool:
+    """Whether these maps of x run in gem_kernels, on rows as they lie, in the precision of their layers."""
+    return (
+        serves_token_linear(x, *(each.linear.weight for each in maps))
+        and not torch.is_autocast_enabled(x.device.type)
+        and all(each.exact is not None for each in maps)
+    )
+
+
+def mix_rows(x: Tensor, maps: Sequence[TokenLinear]) -> tuple[Tensor, ...]:
+    """(B, n, d) -> (B, m_i, d) of each map, which read x together; as `mixes_rows` has said."""
+    linears = [each.linear for each in maps]
+    weights: list[Tensor] = [linear.weight for linear in linears]
+    weight = torch.cat(weights)
+    biases: list[Tensor] = [x.new_zeros(y.out_features, dtype=y.weight.dtype) if y.bias is None else y.bias for y in linears]
+    mixed = token_linear(x, weight, torch.cat(biases), exact=any(bool(each.exact) for each in maps))
+    return mixed.split([linear.out_features for linear in linears], dim=1)
 
 
 class Gating(nn.Module):
@@ -136,7 +176,9 @@ class Gating(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., d) -> (..., d)."""
-        return x * torch.sigmoid(self.gate(x))
+        z = self.gate(x)
+        # Autocast may have made it narrower.
+        return gate(x, z) if z.dtype == x.dtype else x * torch.sigmoid(z)
 
     def flops(self, rows: int) -> dict[str, ModuleFlops]:
         """FLOPs over ``rows`` tokens."""

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gem_kernels.hat_columns import hat_columns
+from gem_kernels.join_columns import join_columns
 from gem_model._src.blocks import activation_module
 from gem_model.config import SequenceTowerConfig
 from gem_model.flops import BatchSizes, ModuleFlops, linear_flops
@@ -21,31 +23,6 @@ _MAX_LOG_RECENCY = math.log(8192.0)
 _COLUMNS = 8
 """The input of the first layer has a multiple of so many: rows of 16 bytes in bfloat16, without which its products run
 at a fifth of their rate on CUDA."""
-
-
-def hat_encoding(x: Tensor, num_knots: int, largest: float) -> Tensor:
-    """Weights of linear interpolation between equidistant knots 0 to ``largest``.
-
-    A linear layer over them is a learned piecewise linear function of x, constant beyond the last knot. As products
-    with a matrix they need no table lookup, whose backward scatters.
-
-    Args:
-        x: (T,), >= 0.
-        num_knots: Columns of the result, >= 2.
-        largest: Position of the last knot.
-
-    Returns:
-        (T, num_knots), rows sum to 1.
-    """
-    position = x.clamp(0.0, largest) * ((num_knots - 1) / largest)
-    knots = torch.arange(num_knots, device=x.device, dtype=x.dtype)
-    return (position[:, None] - knots).abs_().neg_().add_(1.0).clamp_(min=0.0)
-
-
-def recency(offsets: Tensor, num_events: int) -> Tensor:
-    """(T,) float32: how many later events the same sequence holds."""
-    last = torch.repeat_interleave(offsets[1:], torch.diff(offsets), output_size=num_events)
-    return (last - 1 - torch.arange(num_events, device=offsets.device)).float()
 
 
 def _num_inputs(config: SequenceTowerConfig, embedding_dim: int) -> tuple[int, int]:
@@ -61,16 +38,16 @@ def event_numbers(config: SequenceTowerConfig, sequence: SequenceView, embedding
     Made outside of the module that has the weights: a sharded module may round its inputs, and a rounded age of
     years would lose hours.
     """
-    later = torch.log1p(recency(sequence.offsets, sequence.age.shape[0]))
-    columns = [
-        sequence.dense.float(),
-        hat_encoding(torch.log1p(sequence.age.float()), config.num_age_buckets, _MAX_LOG_AGE),
-        hat_encoding(later, config.num_recency_buckets, _MAX_LOG_RECENCY),
-    ]
-    _, num_zeros = _num_inputs(config, embedding_dim)
-    if num_zeros:
-        columns.append(later.new_zeros(later.shape[0], num_zeros))
-    return torch.cat(columns, dim=1)
+    num_inputs, num_zeros = _num_inputs(config, embedding_dim)
+    return hat_columns(
+        sequence.dense,
+        sequence.age,
+        sequence.offsets,
+        max_seqlen=sequence.max_seqlen,
+        age_knots=(config.num_age_buckets, _MAX_LOG_AGE),
+        recency_knots=(config.num_recency_buckets, _MAX_LOG_RECENCY),
+        width=num_inputs + num_zeros - len(config.event_features) * embedding_dim,
+    )
 
 
 class EventTokens(nn.Module):
@@ -90,8 +67,14 @@ class EventTokens(nn.Module):
 
     def forward(self, embeddings: Mapping[str, Tensor], numbers: Tensor) -> Tensor:
         """Embeddings (T, E) by name and the result of `event_numbers` -> tokens (T, d)."""
-        columns = [embeddings[name] for name in self._config.event_features]
-        return self.output(self.activation(self.hidden(torch.cat([*columns, numbers], dim=1))))
+        columns = [*(embeddings[name] for name in self._config.event_features), numbers]
+        # Joined in the dtype that the layer casts to, if it says: one pass less over the widest rows of the model.
+        dtype: torch.dtype | None = getattr(self.hidden, "operand_dtype", None)
+        if dtype is None or torch.compiler.is_compiling():
+            joined = torch.cat(columns, dim=1)
+        else:
+            joined = join_columns(columns, dtype)
+        return self.output(self.activation(self.hidden(joined)))
 
     def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:
         """FLOPs by module, without the columns of zeros."""

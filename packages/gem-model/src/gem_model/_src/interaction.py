@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from gem_model._src.blocks import MLP, TokenLinear, normalize, token_columns
+from gem_kernels.token_products import token_products
+from gem_model._src.blocks import MLP, TokenLinear, mix_rows, mixes_rows, normalize, token_columns
 from gem_model.config import RankingConfig
 from gem_model.flops import BatchSizes, ModuleFlops, nest
 
@@ -34,13 +35,15 @@ class FactorizationMachineBlock(nn.Module):
             config.dropout,
         )
 
-    def forward(self, x: Tensor, columns: Tensor | None = None) -> Tensor:
-        """(B, n, d), and its `token_columns` if they exist -> (B, n_F, d)."""
+    def forward(self, x: Tensor, columns: Tensor | None = None, compressed: Tensor | None = None) -> Tensor:
+        """(B, n, d), and its `token_columns`, or what `compress` makes of it, if they exist -> (B, n_F, d)."""
         num_samples = x.shape[0]
-        compressed = self.compress(x, columns).reshape(num_samples, self._num_compressed * self._dim)
+        if compressed is None:
+            compressed = self.compress(x, columns)
+        compressed = compressed.reshape(num_samples, self._num_compressed * self._dim)
         y = self.projection(compressed).view(num_samples, self._num_inputs, self._rank)
         y = y.to(x.dtype)
-        products = torch.bmm(x, torch.bmm(x.transpose(1, 2), y))
+        products = token_products(x, y)
         flat = normalize(products.reshape(num_samples, self._num_inputs * self._rank))
         return self.output(flat).view(num_samples, self._num_outputs, self._dim)
 
@@ -67,9 +70,15 @@ class Interaction(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, n, d) -> (B, n_F + n_L, d)."""
-        columns = token_columns(x)
-        tokens = torch.cat((self.factorization(x, columns), self.compression(x, columns)), dim=1)
-        return normalize(tokens + self.residual(x, columns))
+        maps = (self.factorization.compress, self.compression, self.residual)
+        if mixes_rows(x, *maps):
+            compressed, linear, residual = mix_rows(x, maps)
+            tokens = torch.cat((self.factorization(x, compressed=compressed), linear), dim=1)
+        else:
+            columns = token_columns(x)
+            tokens = torch.cat((self.factorization(x, columns), self.compression(x, columns)), dim=1)
+            residual = self.residual(x, columns)
+        return normalize(tokens + residual)
 
     def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:
         """FLOPs by module."""

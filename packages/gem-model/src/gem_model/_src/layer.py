@@ -53,6 +53,16 @@ class HybridLayer(nn.Module):
             following[name] = sequences[name]._replace(values=values)
         return LayerOutput(self.interaction(_concatenate(tokens)), following)
 
+    def tower(self, name: str) -> SequenceLayer:
+        """The layer of a sequence."""
+        tower = self.towers[name]
+        assert isinstance(tower, SequenceLayer)
+        return tower
+
+    def after_events(self, x: Tensor, *found: Tensor) -> tuple[Tensor]:
+        """Context tokens (B, n, d), and what each tower's `SequenceLayer.over_events` found -> (B, num_tokens, d)."""
+        return (self.interaction(_concatenate([x, *_summaries(self.towers, found)])),)
+
     def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:
         """FLOPs by module."""
         children = {f"towers.{name}": _flops(tower, sizes) for name, tower in self.towers.items()}
@@ -77,9 +87,36 @@ class Readout(nn.Module):
             tokens.append(tower(x, s, events.normalized, events.recent).s_sum)
         return normalize(_concatenate(tokens)).reshape(x.shape[0], self.width)
 
+    def tower(self, name: str) -> Cross:
+        """The last cross step of a sequence."""
+        tower = self.towers[name]
+        assert isinstance(tower, Cross)
+        return tower
+
+    def over_events(self, name: str, s: Jagged, queries: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the queries find in a tower's events (B, num_queries, d_tower), and the latest of these."""
+        events = normalize_events(s.values, s.offsets, self._num_recent[name], num_readers=2)
+        keys, values = events.normalized
+        return self.tower(name).pooling.attend(queries, s, (keys, values)), events.recent
+
+    def after_events(self, x: Tensor, *found: Tensor) -> Tensor:
+        """Context tokens (B, n, d), and what each tower's `over_events` found -> (B, width)."""
+        return normalize(_concatenate([x, *_summaries(self.towers, found)])).reshape(x.shape[0], self.width)
+
     def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:
         """FLOPs by module."""
         return nest({f"towers.{name}": _flops(tower, sizes) for name, tower in self.towers.items()})
+
+
+def _summaries(towers: nn.ModuleDict, found: tuple[Tensor, ...]) -> list[Tensor]:
+    """Each tower's summary of what its queries and its latest events have brought."""
+    rest, summaries = iter(found), []
+    for tower in towers.values():
+        cross = tower.cross if isinstance(tower, SequenceLayer) else tower
+        assert isinstance(cross, Cross)
+        pooled = next(rest)
+        summaries.append(cross.pooling.summarize(pooled, next(rest) if cross.pooling.has_recent else None))
+    return summaries
 
 
 def _concatenate(tokens: list[Tensor]) -> Tensor:

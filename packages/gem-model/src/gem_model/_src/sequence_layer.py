@@ -41,13 +41,21 @@ class PersonalizedFeedForward(nn.Module):
 
     def forward(self, s: Jagged, normalized: Tensor, x_sum: Tensor) -> Tensor:
         """Events (T, d), the same normalised, and context tokens (B, n_sum, d) -> (T, d)."""
-        num_samples, num_tokens = x_sum.shape[:2]
-        heads = (self._tower.num_heads, self._tower.head_dim)
+        return self.apply_weights(s, normalized, *self.make_weights(x_sum))
+
+    def make_weights(self, x_sum: Tensor) -> tuple[Tensor, Tensor]:
+        """Context tokens (B, n_sum, d) -> keys and values, (B, n_sum, d) each."""
         x_sum = normalize(x_sum)
-        keys, values = (f(x_sum).reshape(num_samples * num_tokens, *heads) for f in (self.key, self.value))
+        return self.key(x_sum), self.value(x_sum)
+
+    def apply_weights(self, s: Jagged, normalized: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Events (T, d), the same normalised, and what `make_weights` gives -> (T, d)."""
+        num_samples, num_tokens = keys.shape[:2]
+        heads = (self._tower.num_heads, self._tower.head_dim)
+        keys, values = (x.reshape(num_samples * num_tokens, *heads) for x in (keys, values))
         layout = {
             "offsets_q": s.offsets,
-            "offsets_k": fixed_offsets(num_samples, num_tokens, x_sum.device).to(s.offsets.dtype),
+            "offsets_k": fixed_offsets(num_samples, num_tokens, keys.device).to(s.offsets.dtype),
             "max_seqlen_q": s.max_seqlen,
             "max_seqlen_k": num_tokens,
         }
@@ -157,6 +165,29 @@ class SequenceLayer(nn.Module):
         if self.has_self_attention:
             values = self.self_attention(s._replace(values=values))
         return SequenceLayerOutput(s_sum, values)
+
+    def before_events(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the events meet, made of context tokens (B, n, d): pooling queries, and keys and values of the PFFN."""
+        x_sum = self.cross.context(x)
+        keys, values = self.feed_forward.make_weights(x_sum)
+        return self.cross.pooling.queries(x_sum), keys, values
+
+    def over_events(
+        self, s: Jagged, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The part of the layer whose sizes change with every batch.
+
+        Returns:
+            What the queries found (B, num_queries, d_tower), the latest events (B, num_recent, d_tower) or None, and
+            the events for the next layer (T, d_tower).
+        """
+        events = normalize_events(s.values, s.offsets, self._num_recent, num_readers=3)
+        pooling_keys, pooling_values, normalized = events.normalized
+        pooled = self.cross.pooling.attend(queries, s, (pooling_keys, pooling_values))
+        rows = self.feed_forward.apply_weights(s._replace(values=events.rows), normalized, keys, values)
+        if self.has_self_attention:
+            rows = self.self_attention(s._replace(values=rows))
+        return pooled, events.recent, rows
 
     def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:
         """FLOPs by module."""

@@ -57,6 +57,7 @@ class SequencePooling(nn.Module):
     def __init__(self, config: RankingConfig, tower: SequenceTowerConfig) -> None:
         super().__init__()
         self._tower = tower
+        self.has_recent = tower.num_recent > 0
         self.query = nn.Linear(tower.dim, tower.dim)
         if tower.project_pooling:
             # A bias of the keys would not change a softmax, and the output projection has one for the values.
@@ -78,18 +79,25 @@ class SequencePooling(nn.Module):
         self, x_sum: Tensor, s: Jagged, keys_and_values: tuple[Tensor, Tensor], recent: Tensor | None
     ) -> Tensor:
         """X_sum (B, n_sum, d_tower), normalised events (T, d_tower) and the latest of them -> (B, num_pooled, d)."""
-        tower = self._tower
-        num_samples, num_context = x_sum.shape[0], tower.num_context_tokens
-        queries = self.query(normalize(x_sum))
-        if tower.num_seeds:
-            seeds = self.seed_query(normalize(self.seeds)).expand(num_samples, -1, -1)
+        return self.summarize(self.attend(self.queries(x_sum), s, keys_and_values), recent)
+
+    def queries(self, x_sum: Tensor) -> Tensor:
+        """X_sum (B, n_sum, d_tower) -> what attends over the events, (B, num_queries, d_tower)."""
+        queries: Tensor = self.query(normalize(x_sum))
+        if self._tower.num_seeds:
+            seeds = self.seed_query(normalize(self.seeds)).expand(x_sum.shape[0], -1, -1)
             queries = torch.cat((queries, seeds), dim=1)
-        num_queries = num_context + tower.num_seeds
+        return queries
+
+    def attend(self, queries: Tensor, s: Jagged, keys_and_values: tuple[Tensor, Tensor]) -> Tensor:
+        """(B, num_queries, d_tower) over the normalised events -> (B, num_queries, d_tower)."""
+        tower = self._tower
+        num_samples, num_queries = queries.shape[:2]
         heads = (tower.num_heads, tower.head_dim)
         keys, values = keys_and_values
         if tower.project_pooling:
             keys, values = self.key(keys), self.value(values)
-        pooled = self.attention(
+        pooled: Tensor = self.attention(
             queries.reshape(num_samples * num_queries, *heads),
             keys.view(-1, *heads),
             values.view(-1, *heads),
@@ -97,14 +105,21 @@ class SequencePooling(nn.Module):
             offsets_k=s.offsets,
             max_seqlen_q=num_queries,
             max_seqlen_k=s.max_seqlen,
-        ).view(num_samples, num_queries, tower.dim)
+        )
+        return pooled.view(num_samples, num_queries, tower.dim)
+
+    def summarize(self, pooled: Tensor, recent: Tensor | None) -> Tensor:
+        """What the queries found (B, num_queries, d_tower), and the latest events -> (B, num_pooled, d)."""
+        num_context, num_seeds = self._tower.num_context_tokens, self._tower.num_seeds
         # One split and no two slices: the gradients are joined, not each laid in zeros and added.
-        found, *found_by_seeds = pooled.split([num_context, tower.num_seeds] if tower.num_seeds else num_context, dim=1)
+        found, *found_by_seeds = pooled.split([num_context, num_seeds] if num_seeds else num_context, dim=1)
         tokens = [self.output(found), *(self.compress(x) for x in found_by_seeds)]
         if recent is not None:
             tokens.append(recent.to(tokens[0].dtype))
         s_sum = torch.cat(tokens, dim=1)
-        return self.gating(self.width(s_sum) if self._changes_width else s_sum)
+        s_sum = self.width(s_sum) if self._changes_width else s_sum
+        gated: Tensor = self.gating(s_sum)
+        return gated
 
     def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:
         """FLOPs by module."""
@@ -155,6 +170,10 @@ class Cross(nn.Module):
         """
         x_sum = self.context(x)
         return CrossSummary(x_sum, self.pooling(x_sum, s, keys_and_values, recent))
+
+    def before_events(self, x: Tensor) -> tuple[Tensor]:
+        """Context tokens (B, n, d) -> pooling queries (B, num_queries, d_tower)."""
+        return (self.pooling.queries(self.context(x)),)
 
     def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:
         """FLOPs by module."""
