@@ -158,17 +158,20 @@ def with_candidates(
     """A default with the alternatives that tuning may choose: in half precision, where large tiles fit, if any do."""
     if kernel in _override or dtype == torch.float32 or shared_memory_bytes(capability) < 227 * 1024:
         return config
-    found = next((sizes for limit, sizes in candidates[kernel].items() if head_dim <= limit), ())
-    if not found:
-        return config
-    name = str(dtype).removeprefix("torch.")
-    return replace(config, tunable=Tunable(op, kernel, name, f"D{head_dim}", _others(found, config)))
+    for limit, sizes in candidates[kernel].items():
+        if head_dim <= limit:
+            return _with_others(config, op, kernel, head_dim, dtype, sizes)
+    return config
 
 
 @functools.cache
-def _others(sizes: tuple[Sizes, ...], default: TileConfig) -> tuple[TileConfig, ...]:
-    configs = (TileConfig(block_m=m, block_n=n, num_warps=w, num_stages=s) for m, n, w, s in sizes)
-    return tuple(config for config in configs if config != default)
+def _with_others(
+    config: TileConfig, op: str, kernel: Kernel, head_dim: int, dtype: torch.dtype, sizes: tuple[Sizes, ...]
+) -> TileConfig:
+    built = (TileConfig(block_m=m, block_n=n, num_warps=w, num_stages=s) for m, n, w, s in sizes)
+    others = tuple(other for other in built if other != config)
+    name = str(dtype).removeprefix("torch.")
+    return replace(config, tunable=Tunable(op, kernel, name, f"D{head_dim}", others))
 
 
 def candidates(kernel: Kernel, head_dim: int, capability: tuple[int, int]) -> list[TileConfig]:
