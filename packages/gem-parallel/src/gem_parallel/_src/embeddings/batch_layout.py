@@ -101,7 +101,7 @@ class KernelPlan:
     block: int
     """Elements of a program."""
     num_elements: int
-    """Of what it writes."""
+    """Of what it lays out."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -111,7 +111,7 @@ class BatchLayout:
     units: list[UnitLayout]
     parts: list[int]
     """Lengths, from the first element on: each unit's values, then each unit's offsets of bags, then the rest; with a
-    ``plan``, bags as fbgemm wants them, and then all that came."""
+    ``plan``, bags as fbgemm wants them, and no rest."""
     bounds: Bounds | None
     """None of a large batch."""
     segments: list[Segment]
@@ -333,8 +333,7 @@ class Structure:
         table[: 2 * count, 2], table[count : 2 * count, 3] = lengths, last
         table[count : 2 * count, 4] = starts[:count] - starts.take(self._first)
         table[:count, 5], table[count : 2 * count, 5] = starts[:count], places
-        # What came lies behind all that is laid out.
-        table[: 2 * count, 6] = starts + place
+        table[: 2 * count, 6] = starts
         if singles:
             table[2 * count :, 2], table[2 * count :, 5] = zip(*singles, strict=True)
         programs = (table[:, 2] + (BLOCK - 1)) // BLOCK
@@ -342,7 +341,7 @@ class Structure:
         segments = np.arange(len(table)).repeat(programs)
         return BatchLayout(
             units=units,
-            parts=[*(unit.num_values for unit in units), *bags, num_given],
+            parts=[*(unit.num_values for unit in units), *bags],
             bounds=None,
             segments=[],
             table=None,
@@ -360,7 +359,7 @@ class Structure:
                 num_segments=len(table),
                 num_programs=len(segments),
                 block=BLOCK,
-                num_elements=place + num_given,
+                num_elements=place,
             ),
         )
 

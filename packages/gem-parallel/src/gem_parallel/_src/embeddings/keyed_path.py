@@ -19,7 +19,7 @@ from gem_parallel._src.embeddings.limits import check_num_bags, check_num_ids
 from gem_parallel._src.embeddings.transfer import Flag, to_device
 from gem_parallel._src.embeddings.unit_layout import Unit
 
-__all__ = ["KeyedBatch", "KeyedPath"]
+__all__ = ["KeyedBatch", "KeyedPath", "row_dtype"]
 
 MAX_ORDERS = 16
 """Orders of keys, of which callers mostly have one."""
@@ -75,8 +75,7 @@ class KeyedPath:
         self._units, self._engines = units, engines
         self._groups, self._features = groups, features
         self._policy, self._device = policy, device
-        # fbgemm's CUDA kernels read 32-bit rows and offsets, too, and sort the rows faster; all of them fit (limits).
-        self._dtype = torch.int32 if device.type == "cuda" else torch.int64
+        self._dtype = row_dtype(device)
         self._hashed = {
             slot.config.name for group in groups for slot in group.features if group.tables[slot.table].config.hashed
         }
@@ -186,3 +185,8 @@ class KeyedPath:
             ends = [*batch.starts[1:], batch.values.numel()]
             sizes = [end - start for start, end in zip(batch.starts, ends, strict=True)]
         return dict(zip(keys, rows[0].split(sizes), strict=True))
+
+
+def row_dtype(device: torch.device) -> torch.dtype:
+    """Of an engine's rows and bags: fbgemm's CUDA kernels take 32 bits, too, and sort them faster; all fit (limits)."""
+    return torch.int32 if device.type == "cuda" else torch.int64

@@ -29,7 +29,8 @@ def _field(fields, number: tl.constexpr):
 @triton.jit(do_not_specialize=["num_segments"])
 def _lay_out_kernel(
     plan,  # int64 of the host: (num_segments, 8) segments, then the segment of each program
-    laid,  # int64: values as rows of their engine, bags, then values and offsets as they came
+    laid,  # int32 or int64: values as rows of their engine, then bags
+    given,  # int64: values and offsets as they came
     faults,  # int64 number of the host, written only if there is a fault
     num_segments,
     BLOCK: tl.constexpr,
@@ -47,10 +48,10 @@ def _lay_out_kernel(
     at = (program - first) * BLOCK + tl.arange(0, BLOCK)
     here = at < length
     if kind == 2:
-        tl.store(laid + place + at, at, mask=here)
+        tl.store(laid + place + at, at.to(laid.dtype.element_ty), mask=here)
     else:
         found = tl.load(source + at, mask=here, other=0)
-        tl.store(laid + place_given + at, found, mask=here)
+        tl.store(given + place_given + at, found, mask=here)
         if kind == 1:
             following = tl.load(source + at + 1, mask=at + 1 < length, other=9223372036854775807)
             low = tl.where(at == length - 1, top, 0)
@@ -64,17 +65,20 @@ def _lay_out_kernel(
                 safe = tl.where(bad, top + 1, safe)
         # Offsets of unpooled features are only checked. Where one feature's bags end and the next one's begin, both
         # write the same number.
-        tl.store(laid + place + at, safe + shift, mask=at < tl.where(place < 0, 0, length))
+        safe = (safe + shift).to(laid.dtype.element_ty)
+        tl.store(laid + place + at, safe, mask=at < tl.where(place < 0, 0, length))
         if tl.max(bad.to(tl.int32)) > 0:
             tl.store(faults, 1)
 
 
-_compiled: dict[tuple[int | None, int, bool], Any] = {}
-"""(device, elements of a program, drop) -> the kernel; its arguments are aligned and typed alike in every launch, so
-that Triton need not look at them again."""
+_compiled: dict[tuple[int | None, int, bool, torch.dtype], Any] = {}
+"""(device, elements of a program, drop, dtype) -> the kernel; its arguments are aligned and typed alike in every
+launch, so that Triton need not look at them again."""
 
 
-def launch(layout: BatchLayout, parts: Sequence[Tensor], flag: Flag, *, drop: bool) -> tuple[Tensor, ...]:
+def launch(
+    layout: BatchLayout, parts: Sequence[Tensor], flag: Flag, *, drop: bool, dtype: torch.dtype
+) -> tuple[tuple[Tensor, ...], Tensor]:
     """Start the kernel on the current stream.
 
     Args:
@@ -82,9 +86,10 @@ def launch(layout: BatchLayout, parts: Sequence[Tensor], flag: Flag, *, drop: bo
         parts: All features' values, then their offsets, contiguous and on the current device.
         flag: Becomes other than 0 if there is a fault; no other batch has it.
         drop: Whether bad values become the row after their table's last.
+        dtype: int32 or int64, of rows and bags, which must fit.
 
     Returns:
-        ``layout.parts``.
+        ``layout.parts``, and (L,) int64 all that came.
     """
     plan, device = layout.plan, parts[0].device
     assert plan is not None
@@ -92,13 +97,14 @@ def launch(layout: BatchLayout, parts: Sequence[Tensor], flag: Flag, *, drop: bo
     numbers[:] = plan.numbers
     numbers[1 : FIELDS * len(parts) : FIELDS] = list(map(Tensor.data_ptr, parts))
     flag.clear()
-    laid = torch.empty(plan.num_elements, dtype=torch.int64, device=device)
-    grid, key = (plan.num_programs, 1, 1), (device.index, plan.block, drop)
-    arguments = staged, laid, flag.number, plan.num_segments, plan.block, drop
+    laid = torch.empty(plan.num_elements, dtype=dtype, device=device)
+    given = torch.empty(layout.num_elements, dtype=torch.int64, device=device)
+    grid, key = (plan.num_programs, 1, 1), (device.index, plan.block, drop, dtype)
+    arguments = staged, laid, given, flag.number, plan.num_segments, plan.block, drop
     compiled = _compiled.get(key)
     if compiled is None:
         # None where Triton interprets.
         _compiled[key] = _lay_out_kernel[grid](*arguments, num_warps=4)
     else:
         compiled[grid](*arguments)
-    return laid.split(layout.parts)
+    return laid.split(layout.parts), given

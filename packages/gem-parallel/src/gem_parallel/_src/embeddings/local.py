@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from gem_parallel._src.embeddings.combined_engine import CombinedEngine
 from gem_parallel._src.embeddings.config import FeatureConfig, IdPolicy
 from gem_parallel._src.embeddings.flat_batch import Flattener
 from gem_parallel._src.embeddings.ids import BatchIds
-from gem_parallel._src.embeddings.keyed_path import KeyedPath
+from gem_parallel._src.embeddings.keyed_path import KeyedPath, row_dtype
 from gem_parallel._src.embeddings.layout import Group
 from gem_parallel._src.embeddings.pending import LocalBatch
 from gem_parallel._src.embeddings.transfer import Flag
@@ -100,18 +101,15 @@ class LocalPath:
         from gem_parallel._src.embeddings.layout_kernel import launch
 
         flag = self._flags.pop() if self._flags else Flag(self._device)
-        drop = self._policy == "drop"
-        if stream is None or torch.cuda.current_device() == self._device.index:
-            cut = launch(layout, parts, flag, drop=drop)
-        else:
-            with torch.cuda.device(self._device):
-                cut = launch(layout, parts, flag, drop=drop)
+        here = stream is None or torch.cuda.current_device() == self._device.index
+        with nullcontext() if here else torch.cuda.device(self._device):
+            cut, given = launch(layout, parts, flag, drop=self._policy == "drop", dtype=row_dtype(self._device))
         flag.record(stream)
         bags = [
             each if unit.num_offsets else None
-            for unit, each in zip(layout.units, cut[len(layout.units) : -1], strict=True)
+            for unit, each in zip(layout.units, cut[len(layout.units) :], strict=True)
         ]
-        return LocalBatch(layout=layout, given=cut[-1], safe=cut[0], values=cut, bags=bags, flag=flag)
+        return LocalBatch(layout=layout, given=given, safe=cut[0], values=cut, bags=bags, flag=flag)
 
     def faults(self, batch: LocalBatch) -> BatchIds | None:
         """The batch's ids one by one if the check has found something, else None; waits for the check."""
