@@ -18,10 +18,10 @@ from test_compile_keys import VARIANTS, Recorder, kernels, random_batch
 
 import gem_kernels
 from gem_kernels import tuning
-from gem_kernels.__main__ import choice_row
+from gem_kernels.__main__ import choice_row, main
 from gem_kernels._src.attention.candidates import CANDIDATES
 from gem_kernels._src.attention.configs import TileConfig, fit_lengths, length_class
-from gem_kernels._src.conformance import ranks
+from gem_kernels._src.conformance import ranks, warm
 from gem_kernels._src.conformance.cases import ConformanceCase
 from gem_kernels._src.conformance.run import make_calls
 from gem_kernels._src.conformance.tune import agree, choose_fastest, tune
@@ -633,6 +633,110 @@ def test_ranks_of_a_process_group_are_compared(tmp_path):
         assert "check_ranks: all ranks must have the hash of rank 0" in differ
         assert "got rank 1 " in differ
         assert same == choices.digest({KEY: choice()})
+
+
+def warm_without_a_gpu(arguments):
+    """``main`` of a rank whose GPU, kernels and measurements are made up, but not what ranks tell each other."""
+    torch.cuda.is_available = lambda: True
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.get_device_name = lambda device=None: "NVIDIA H200"
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    default, fast = TileConfig(**DEFAULT), TileConfig(**FAST)
+    kernels_of = {128: "default", 64: "fast"}
+    launched = []
+
+    def tune_in_a_process(path, cases, device):
+        time.sleep(0.5)
+        sys.stdout.write("tuned\n")
+        choices.add(path, state.made_for(), [choice()])
+
+    warm.tune_in_a_process = tune_in_a_process
+    warm.run_cases = lambda cases, device: launched.append(choose(KEY, default, (fast,)))
+    warm.compiled_kernels = lambda: [warm.CompiledKernel("0", kernels_of[config.block_m]) for config in launched]
+    return main(arguments)
+
+
+@pytest.fixture
+def warm_ranks(tmp_path):
+    """Runs both ranks of a job and returns their (exit code, output, errors)."""
+    shapes = tmp_path / "shapes.json"
+    shapes.write_text(json.dumps([{"op": "gdpa"}]))
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from test_tuning import warm_without_a_gpu\n"
+        "sys.exit(warm_without_a_gpu(sys.argv[2:]))\n"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        os.path.dirname(__file__),
+        "warm",
+        "--shapes",
+        str(shapes),
+        "--timeout",
+        "60",
+    ]
+
+    def run(*options, **of_rank_1):
+        environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "WORLD_SIZE": "2"}
+        environment.pop("GEM_KERNELS_TUNING", None)
+        started = [
+            subprocess.Popen(
+                [*command, *options],
+                env=environment | {"RANK": rank} | (of_rank_1 if rank == "1" else {}),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in ("1", "0")
+        ]
+        return [(process.returncode, *output) for process, output in ((p, p.communicate(timeout=90)) for p in started)][
+            ::-1
+        ]
+
+    return run
+
+
+def test_rank_0_tunes_and_both_ranks_take_its_choice(warm_ranks, tmp_path):
+    for first in (True, False):
+        ranks_of_job = warm_ranks()
+        assert [code for code, *_ in ranks_of_job] == [0, 0], ranks_of_job
+        outputs = [output.splitlines() for _, output, _ in ranks_of_job]
+        assert ("tuned" in outputs[0]) == first
+        assert choice_row(choice()) in outputs[0]
+        assert "0 fast" in outputs[0]
+        digests = [lines[-1].split("1 kernels, 1 choices, digest ")[1].split(",")[0] for lines in outputs]
+        assert digests[0] == digests[1]
+        assert len(outputs[1]) == 1
+    assert len(list((tmp_path / "cache").glob("gem_kernels-tuning-NVIDIA-H200.json"))) == 1
+
+
+def test_without_tuning_both_ranks_take_the_default(warm_ranks):
+    ranks_of_job = warm_ranks("--no-tune")
+    assert [code for code, *_ in ranks_of_job] == [0, 0], ranks_of_job
+    assert "0 default" in ranks_of_job[0][1].splitlines()
+    # The marker of that job does not stand for a tuned one.
+    assert "tuned" in warm_ranks()[0][1].splitlines()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["first", "again"])
+def test_a_rank_that_chooses_otherwise_is_named_by_both(again, warm_ranks):
+    if again:
+        warm_ranks()
+    for code, _, error in warm_ranks(GEM_KERNELS_TUNING="off"):
+        assert code == 1
+        assert "warm: all ranks must have the hash of rank 0" in error
+        assert "got rank 1 " in error
+
+
+def test_a_damaged_file_ends_warm_with_its_name(warm_ranks, tmp_path):
+    path = tmp_path / "cache" / "gem_kernels-tuning-NVIDIA-H200.json"
+    path.parent.mkdir()
+    path.write_text("{")
+    for code, _, error in warm_ranks():
+        assert code == 1
+        assert f"tuning: `{path}` must be a tuning file" in error
 
 
 # ---------------------------------------------------------------- CUDA

@@ -95,11 +95,12 @@ def is_ready(marker: Path, state: Callable[[], str | None], rank: int) -> bool:
 
     A rank that takes the defaults has no state to wait for: if rank 0 tunes, comparing the digests says so.
     """
+    # First: a damaged tuning file ends the waiting too.
+    expected = state()
     try:
         text = marker.read_text()
     except FileNotFoundError:
         return False
-    expected = state()
     return text == expected or (rank != 0 and expected == DEFAULTS)
 
 
