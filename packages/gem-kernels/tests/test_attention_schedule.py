@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from packed_ops import assert_one_graph, sizes
+from torch.utils.flop_counter import FlopCounterMode
 
 import gem_kernels
 from gem_kernels import AttentionSchedule, gdpa, gdpa_norm_block, jagged_attention
@@ -393,6 +394,27 @@ def test_ops_with_a_token_are_registered_right():
     # The numbers in a token mean nothing and differ between two.
     names = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.gem_kernels.attention_schedule, args, test_utils=names)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.id)
+def test_flops_are_the_same(call):
+    counted = []
+    for schedule in (None, make_schedule(**call.schedule)):
+        with FlopCounterMode(display=False) as counter:
+            run(call, schedule)
+        counted.append(counter.get_total_flops())
+    assert counted[0] == counted[1] > 0
+
+
+def test_under_autocast():
+    schedule = make_schedule()
+    for call in (CALLS[0], CALLS[5]):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out, *gradients = run(call, schedule)
+            expected = run(call, None)
+        assert out.dtype == torch.bfloat16
+        for a, b in zip((out, *gradients), expected, strict=True):
+            assert torch.equal(a, b)
 
 
 def test_the_store_lives_as_long_as_a_backward_may_ask_for_it():
