@@ -396,7 +396,7 @@ def test_ops_with_a_token_are_registered_right():
     torch.library.opcheck(torch.ops.gem_kernels.attention_schedule, args, test_utils=names)
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.id)
+@pytest.mark.parametrize("call", [x for x in CALLS if not isinstance(x.op, torch.nn.Module)], ids=lambda call: call.id)
 def test_flops_are_the_same(call):
     counted = []
     for schedule in (None, make_schedule(**call.schedule)):
