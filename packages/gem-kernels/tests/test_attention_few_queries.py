@@ -93,7 +93,9 @@ def test_interpreted_kernel(case, with_dlse, monkeypatch):
     monkeypatch.setattr(backward_few_queries, "_MIN_PROGRAMS", 1)
     launched = []
     launch = backward.launch_few_queries
-    monkeypatch.setattr(backward, "launch_few_queries", lambda *args: launched.append(1) or launch(*args))
+    monkeypatch.setattr(
+        backward, "launch_few_queries", lambda *args, **options: launched.append(1) or launch(*args, **options)
+    )
     call = draw(case, torch.float16)
     (out, lse, do, dlse), expected = exact(call)
     if not with_dlse:
@@ -117,6 +119,44 @@ def test_interpreted_kernel(case, with_dlse, monkeypatch):
     assert_close(gradients, expected, 4e-3)
 
 
+@interpreted
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("few", [True, False])
+def test_interpreted_kernel_where_keys_are_values(few, monkeypatch):
+    from gem_kernels._src.jagged_attention import backward, backward_few_queries
+
+    monkeypatch.setattr(backward_few_queries, "_MIN_PROGRAMS", 1 if few else 1000)
+    call = draw(CASES[0], torch.float16)
+    q, k, _ = call.tensors
+    leaves = [x.double().requires_grad_() for x in (q, k)]
+    out, lse = forward(call, (*leaves, leaves[1]))
+    do = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected = list(torch.autograd.grad(out, leaves, do))
+    sides = (call.offsets_q, call.offsets_k, call.max_q, call.max_k, q.shape[2] ** -0.5, -1, -1)
+    gradients = backward.launch_backward_of_one(
+        do.half(), None, q, k, out.detach().half(), lse.detach().float(), *sides
+    )
+    assert_close(gradients, expected, 4e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("few", [True, False])
+def test_cuda_where_keys_are_values(few, monkeypatch):
+    from gem_kernels._src.jagged_attention import backward_few_queries
+
+    monkeypatch.setattr(backward_few_queries, "_MIN_PROGRAMS", 1 if few else 1000)
+    call = draw(CASES[0], torch.bfloat16, "cuda")
+    q, k, _ = call.tensors
+    on_cpu = call._replace(offsets_q=call.offsets_q.cpu(), offsets_k=call.offsets_k.cpu())
+    exact_leaves = [x.double().cpu().requires_grad_() for x in (q, k)]
+    out, _ = forward(on_cpu, (*exact_leaves, exact_leaves[1]))
+    do = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected = list(torch.autograd.grad(out, exact_leaves, do))
+    leaves = [x.requires_grad_() for x in (q, k)]
+    out, _ = forward(call, (*leaves, leaves[1]))
+    assert_close(torch.autograd.grad(out, leaves, do.to("cuda", torch.bfloat16)), expected, 2**-5)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES)
@@ -126,7 +166,9 @@ def test_cuda_kernel(case, dtype, monkeypatch):
     monkeypatch.setattr(backward_few_queries, "_MIN_PROGRAMS", 1)
     launched = []
     launch = backward.launch_few_queries
-    monkeypatch.setattr(backward, "launch_few_queries", lambda *args: launched.append(1) or launch(*args))
+    monkeypatch.setattr(
+        backward, "launch_few_queries", lambda *args, **options: launched.append(1) or launch(*args, **options)
+    )
     call = draw(case, dtype, "cuda")
     (_, lse, do, dlse), expected = exact(call)
     leaves = tuple(x.requires_grad_() for x in call.tensors)

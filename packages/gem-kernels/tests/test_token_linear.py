@@ -103,7 +103,7 @@ def test_interpreted_kernels(shape, exact):
     from gem_kernels._src.token_linear.kernels import launch_backward, launch_forward
 
     x, weight, bias, grad = draw(shape, torch.float16)
-    out = launch_forward(x, weight, bias, exact=exact)
+    out, _ = launch_forward(x, weight, bias, exact=exact)
     actual = Gradients(out, *launch_backward(x, grad, weight, exact=exact))
     expected = exact_gradients(x, *rounded(weight, bias, x.dtype, exact=exact), grad)
     assert_close(actual, expected, torch.float16, exact=exact)
@@ -116,7 +116,7 @@ def test_interpreted_kernels_read_parts_of_larger_samples():
     x, weight, bias, grad = draw((3, 8, 4, 32), torch.float16)
     wide, wide_grad = torch.randn(3, 20, 32).half(), torch.randn(3, 9, 32).half()
     wide[:, 5:13], wide_grad[:, 2:6] = x, grad
-    out, part = (launch_forward(t, weight, bias, exact=False) for t in (x, wide[:, 5:13]))
+    out, part = (launch_forward(t, weight, bias, exact=False)[0] for t in (x, wide[:, 5:13]))
     assert torch.equal(out, part)
     for part, whole in zip(
         launch_backward(wide[:, 5:13], wide_grad[:, 2:6], weight, exact=False),
@@ -124,6 +124,27 @@ def test_interpreted_kernels_read_parts_of_larger_samples():
         strict=True,
     ):
         assert torch.equal(part, whole)
+
+
+@interpreted
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("shape", [(3, 64, 56, 256), (2, 38, 24, 70)], ids=str)
+@pytest.mark.parametrize("first", [1, 8, 23])
+def test_interpreted_kernels_in_two_tensors(shape, first):
+    from gem_kernels._src.token_linear.kernels import launch_backward, launch_forward
+
+    x, weight, bias, grad = draw(shape, torch.float16)
+    out, rest = launch_forward(x, weight, bias, exact=True, first=first)
+    assert torch.equal(torch.cat((out, rest), dim=1), launch_forward(x, weight, bias, exact=True)[0])
+    apart = launch_backward(x, grad[:, :first], weight, exact=True, drest=grad[:, first:])
+    for one, both in zip(apart, launch_backward(x, grad, weight, exact=True), strict=True):
+        assert torch.equal(one, both)
+
+
+def test_two_tensors_on_the_cpu():
+    x, weight, bias, _ = draw((2, 6, 5, 8), torch.float32)
+    out, rest = token_linear(x, weight, bias, first=2)
+    assert torch.equal(torch.cat((out, rest), dim=1), token_linear(x, weight, bias))
 
 
 @pytest.mark.parametrize(
@@ -134,12 +155,13 @@ def test_interpreted_kernels_read_parts_of_larger_samples():
         ({"bias": torch.zeros(3)}, ValueError, r"`bias` must have shape \(m,\) = \(4,\) like `weight`, got \(3,\)"),
         ({"weight": torch.zeros(4, 3).double()}, TypeError, "`weight` must be torch.float32 like `x` or float32"),
         ({"exact": 1}, TypeError, "`exact` must be a bool"),
+        ({"first": 4}, ValueError, "`first` must lie between 0 and the 4 tokens of `weight`, got 4"),
     ],
 )
 def test_bad_input_is_named(change, error, words):
-    given = {"x": torch.zeros(2, 3, 5), "weight": torch.zeros(4, 3), "bias": torch.zeros(4), "exact": False} | change
+    given = {"x": torch.zeros(2, 3, 5), "weight": torch.zeros(4, 3), "bias": torch.zeros(4)} | change
     with pytest.raises(error, match=f"token_linear: {words}"):
-        token_linear(given["x"], given["weight"], given["bias"], exact=given["exact"])
+        token_linear(**given)
 
 
 @pytest.mark.gpu
@@ -154,6 +176,17 @@ def test_cuda_kernels(shape, exact, dtype):
     assert_close(actual, expected, dtype, exact=exact)
     again = through_autograd(x, weight, bias, grad, exact=exact)
     assert all(torch.equal(a, b) for a, b in zip(actual, again, strict=True))
+
+
+@pytest.mark.gpu
+def test_cuda_kernels_in_two_tensors():
+    x, weight, bias, grad = draw((50, 64, 40, 256), torch.bfloat16, "cuda")
+    whole = through_autograd(x, weight, bias, grad, exact=True)
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    parts = token_linear(*leaves, exact=True, first=8)
+    assert torch.equal(torch.cat(parts, dim=1), whole.out)
+    gradients = torch.autograd.grad(parts, leaves, [grad[:, :8], grad[:, 8:]])
+    assert all(torch.equal(a, b) for a, b in zip(gradients, whole[1:], strict=True))
 
 
 @pytest.mark.gpu

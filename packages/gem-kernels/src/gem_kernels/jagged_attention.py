@@ -14,7 +14,9 @@ from gem_kernels._src.attention.pairing import num_output_rows
 from gem_kernels._src.attention.schedule import AttentionSchedule, check_schedule
 from gem_kernels._src.attention.window import normalize_window
 from gem_kernels._src.autocast import autocast_operands
+from gem_kernels._src.eager import launches_directly
 from gem_kernels._src.jagged_attention.bias import check_bias
+from gem_kernels._src.jagged_attention.direct import DirectAttention
 from gem_kernels._src.jagged_attention.op import jagged_attention_op
 from gem_kernels._src.validate import check_attention, check_bool, check_scale, check_window
 
@@ -117,6 +119,11 @@ def jagged_attention(
     num_rows = num_output_rows(q, offsets_q, offsets_k, request_index)
     check_bias("jagged_attention", q, k, num_rows, position_bias, time_bias, times_q, times_k, time_buckets_per_octave)
     left, right = normalize_window(causal, window_size)
+    others = [x for x in (offsets_q, offsets_k, request_index) if x is not None]
+    if position_bias is None and time_bias is None and launches_directly(q, k, v, *others):
+        sizes = (max_seqlen_q, max_seqlen_k, float(scale), left, right)
+        out, lse = DirectAttention.apply(q, k, v, offsets_q, offsets_k, sizes, validate, request_index, token)
+        return (out, lse) if return_lse else out
     out, lse = jagged_attention_op(
         q,
         k,

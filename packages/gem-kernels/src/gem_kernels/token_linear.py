@@ -7,7 +7,7 @@ rows as they lie.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -36,13 +36,16 @@ class _TokenLinear(torch.autograd.Function):
     """Both kernels without torch.library between."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, exact: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, exact: bool, first: int | None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         from gem_kernels._src.token_linear.kernels import launch_forward
 
         weight = weight.contiguous()
         ctx.save_for_backward(x, weight)
         ctx.exact, ctx.dtypes = exact, (weight.dtype, None if bias is None else bias.dtype)
-        return launch_forward(x, weight, bias, exact=exact)
+        out, rest = launch_forward(x, weight, bias, exact=exact, first=first)
+        return out if rest is None else (out, rest)
 
     @staticmethod
     @once_differentiable
@@ -50,12 +53,23 @@ class _TokenLinear(torch.autograd.Function):
         from gem_kernels._src.token_linear.kernels import launch_backward
 
         x, weight = ctx.saved_tensors
-        dx, dweight, dbias = launch_backward(x, grads[0], weight, exact=ctx.exact)
+        dout, drest = grads if len(grads) == 2 else (grads[0], None)
+        dx, dweight, dbias = launch_backward(x, dout, weight, exact=ctx.exact, drest=drest)
         weight_dtype, bias_dtype = ctx.dtypes
-        return dx, dweight.to(weight_dtype), None if bias_dtype is None else dbias.to(bias_dtype), None
+        return dx, dweight.to(weight_dtype), None if bias_dtype is None else dbias.to(bias_dtype), None, None
 
 
-def token_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, exact: bool = False) -> Tensor:
+@overload
+def token_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, exact: bool = False, first: None = None
+) -> Tensor: ...
+@overload
+def token_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, exact: bool = False, first: int
+) -> tuple[Tensor, Tensor]: ...
+def token_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, exact: bool = False, first: int | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
     """Mix the tokens of every sample: ``out[b] = weight @ x[b] + bias[:, None]``.
 
     Args:
@@ -64,9 +78,11 @@ def token_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, exact
         bias: (m,), likewise, or None.
         exact: False rounds weight and bias to the dtype of x before the product. True keeps a float32 weight: where x
             is in half precision the product is with the weight's rounding and with what that left, 16 bits in all.
+        first: Give that many tokens, 0 < first < m, and the others as two tensors.
 
     Returns:
-        (B, m, d) in the dtype of x, contiguous on CUDA.
+        (B, m, d) in the dtype of x, contiguous on CUDA; with ``first`` (B, first, d) and (B, m - first, d),
+        neither a view.
 
     Raises:
         ValueError: on shapes that do not fit.
@@ -93,11 +109,15 @@ def token_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, exact
     for name, tensor in (("weight", weight), *((("bias", bias),) if bias is not None else ())):
         if tensor.dtype not in (x.dtype, torch.float32):
             raise TypeError(f"{op}: `{name}` must be {x.dtype} like `x` or float32, got {tensor.dtype}; cast it.")
+    if first is not None and not 0 < first < weight.shape[0]:
+        raise ValueError(f"{op}: `first` must lie between 0 and the {weight.shape[0]} tokens of `weight`, got {first}.")
     if serves_token_linear(x, weight) and (bias is None or launches_directly(bias)):
-        out: Tensor = _TokenLinear.apply(x, weight, bias, exact)
+        out: Tensor | tuple[Tensor, Tensor] = _TokenLinear.apply(x, weight, bias, exact, first)
         return out
     dtype = torch.promote_types(x.dtype, weight.dtype) if exact else x.dtype
     mixed = torch.matmul(weight.to(dtype), x.to(dtype))
     if bias is not None:
         mixed = mixed + bias.to(dtype)[:, None]
-    return mixed.to(x.dtype)
+    mixed = mixed.to(x.dtype)
+    # In memory of their own, as those of the kernel.
+    return mixed if first is None else (mixed[:, :first].clone(), mixed[:, first:].clone())

@@ -43,7 +43,8 @@ def launch(x: Tensor) -> Tensor:
     num_rows, width = x.shape
     block_n = min(power_of_two(width), MAX_BLOCK_N)
     tiles = max(1, triton.cdiv(width, block_n))
-    parts = max(1, min(triton.cdiv(num_rows, ROWS), _PROGRAMS // tiles))
+    # Few enough that adding the parts costs little.
+    parts = max(1, min(triton.cdiv(num_rows, 8 * ROWS), _PROGRAMS // tiles))
     partial = torch.empty(parts, width, dtype=torch.float32, device=x.device)
     if width:
         with device_guard(x):

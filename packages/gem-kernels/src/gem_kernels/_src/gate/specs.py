@@ -16,7 +16,7 @@ def _spec(name: str, dtype: str) -> CompileSpec:
         kernel=kernel,
         signature={**dict.fromkeys(pointers, f"*{dtype}"), "size": "i32"},
         constexprs={"BLOCK": BLOCK},
-        aligned=pointers,
+        aligned=(*pointers, "size"),
         num_warps=4,
         num_stages=1,
     )

@@ -95,6 +95,54 @@ def launch_backward(
     request_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients dq, dk and dv in the shapes of q, k and v, contiguous."""
+    sides = (offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, scale, left, right, bias, request_index)
+    dq, dk, dv = _launch(do, dlse, q, k, v, out, lse, *sides, False)
+    assert dv is not None
+    return dq, dk, dv
+
+
+def launch_backward_of_one(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    offsets_q: Tensor | None,
+    offsets_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    left: int,
+    right: int,
+    request_index: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of q, and of k where it is the values, too."""
+    sides = (offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, scale, left, right, None, request_index)
+    dq, dk, dv = _launch(do, dlse, q, k, k, out, lse, *sides, True)
+    return dq, dk if dv is None else dk.add_(dv)
+
+
+def _launch(
+    do: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    offsets_q: Tensor | None,
+    offsets_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    left: int,
+    right: int,
+    bias: Bias | None,
+    request_index: Tensor | None,
+    keys_are_values: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """As ``launch_backward``; with ``keys_are_values`` dv may be None, and dk then is the gradient of both."""
     do, q, k, v = (unit_stride(x) for x in (do, q, k, v))
     out, lse = out.contiguous(), lse.contiguous()
     if out.shape[0] == 0 or k.shape[0] == 0:
@@ -109,7 +157,7 @@ def launch_backward(
     shared = call_flags(q, k, v, left, right) | bias.flags()
     with device_guard(q):
         if few_queries(q, k, v, pairing, left, right, bias):
-            return launch_few_queries(do, dlse, q, k, v, out, lse, pairing, scale)
+            return launch_few_queries(do, dlse, q, k, v, out, lse, pairing, scale, keys_are_values=keys_are_values)
         args = (do, q, k, v, lse, launch_delta(out, do, dlse), pairing, max_seqlen_k, scale, left, right, bias, shared)
         dq_beside, dk, dv = launch_dkdv(*args)
         if dq_beside is not None:

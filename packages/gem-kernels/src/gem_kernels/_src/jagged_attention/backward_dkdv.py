@@ -21,6 +21,7 @@ from gem_kernels._src.jagged_attention.bias import Bias
 from gem_kernels._src.jagged_attention.bias_tiles import add_bias, load_times
 from gem_kernels._src.jagged_attention.configs import select
 from gem_kernels._src.jagged_attention.forward import RUNTIME_SIZES
+from gem_kernels._src.jagged_attention.short import fit_pairs
 from gem_kernels._src.tiles.index import locate_tile
 from gem_kernels._src.tiles.mask import pair_mask, query_range
 from gem_kernels._src.tiles.memory import load_row_scalars, load_rows, sequence_bounds, store_rows
@@ -328,6 +329,8 @@ def launch_dkdv(
         shared_rows=pairing.indexed,
         requests=pairing.request_index is not None,
     )
+    if not write_dq:
+        config = fit_pairs("dkdv", config, widest, pairing, left, right, bias)
     columns = shared["BLOCK_D"] + shared["BLOCK_DV"]
     config = fit_lengths(config, pairing.max_seqlen_q, max_seqlen_k, columns_per_key=columns)
     grid = make_grid(

@@ -19,6 +19,7 @@ from gem_kernels._src.jagged_attention.bias import Bias
 from gem_kernels._src.jagged_attention.bias_tiles import add_bias, load_times
 from gem_kernels._src.jagged_attention.configs import select
 from gem_kernels._src.jagged_attention.forward import RUNTIME_SIZES
+from gem_kernels._src.jagged_attention.short import fit_pairs
 from gem_kernels._src.tiles.index import key_sequence, locate_tile
 from gem_kernels._src.tiles.mask import key_range, pair_mask
 from gem_kernels._src.tiles.memory import load_row_scalars, load_rows, sequence_bounds, store_rows
@@ -335,6 +336,7 @@ def launch_dq_of_rows(
     """The dq (T_q, H, D), contiguous; ``shared`` are the flags of all backward kernels."""
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     config = select("dq", max(q.shape[2], v.shape[2]), q.dtype, capability_of(q), has_bias=bias.is_set)
+    config = fit_pairs("dq", config, max(q.shape[2], v.shape[2]), pairing, left, right, bias)
     config = fit_lengths(config, pairing.max_seqlen_q, max_seqlen_k)
     grid = make_grid(
         "jagged_attention", pairing.offsets_q, q.shape[0], pairing.max_seqlen_q, config.block_m, q.shape[1]

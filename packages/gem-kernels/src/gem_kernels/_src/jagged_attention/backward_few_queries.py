@@ -58,6 +58,7 @@ def _jagged_attention_bwd_few_queries_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    SHARED: tl.constexpr,  # k and v are one tensor, and dk is the gradient of both
 ):
     b = tl.program_id(0) // num_heads
     head = (tl.program_id(0) % num_heads).to(tl.int64)
@@ -79,14 +80,18 @@ def _jagged_attention_bwd_few_queries_kernel(
     dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     for n in range(0, len_k, BLOCK_N):
         k = load_rows(k_ptr, n, len_k, stride_kt, BLOCK_N, D, BLOCK_D)
-        v = load_rows(v_ptr, n, len_k, stride_vt, BLOCK_N, D_V, BLOCK_DV)
+        if SHARED:
+            v = k
+        else:
+            v = load_rows(v_ptr, n, len_k, stride_vt, BLOCK_N, D_V, BLOCK_DV)
         # Tiles are (keys, queries). A row past the keys has a score of 0, and exp2(-lse) need not be finite.
         scores = tl.where(((n + tl.arange(0, BLOCK_N)) < len_k)[:, None], tl.dot(k, tl.trans(q)), float("-inf"))
         p = tl.exp2(scores * (scale * _LOG2E) - lse[None, :])
         dv = tl.dot(p.to(do.dtype), do)
-        store_rows(dv_ptr, dv, tl.cast(n, tl.int32), len_k, heads * D_V, BLOCK_N, D_V, BLOCK_DV)
+        if not SHARED:
+            store_rows(dv_ptr, dv, tl.cast(n, tl.int32), len_k, heads * D_V, BLOCK_N, D_V, BLOCK_DV)
         ds = (p * (tl.dot(v, tl.trans(do)) - delta[None, :]) * scale).to(q.dtype)
-        dk = tl.dot(ds, q)
+        dk = tl.dot(ds, q, dv) if SHARED else tl.dot(ds, q)
         store_rows(dk_ptr, dk, tl.cast(n, tl.int32), len_k, heads * D, BLOCK_N, D, BLOCK_D)
         dq = tl.dot(tl.trans(ds), k, dq)
     store_rows(dq_ptr + row * D, dq, 0, len_q, heads * D, BLOCK_M, D, BLOCK_D)
@@ -112,7 +117,7 @@ def few_queries(q: Tensor, k: Tensor, v: Tensor, pairing: Pairing, left: int, ri
 
 def select_few_queries(max_seqlen_q: int) -> TileConfig:
     """Tiles of the kernel."""
-    return TileConfig(block_m=power_of_two(max(max_seqlen_q, 1)), block_n=64, num_warps=4, num_stages=2)
+    return TileConfig(block_m=power_of_two(max(max_seqlen_q, 1)), block_n=64, num_warps=4, num_stages=3)
 
 
 def launch_few_queries(
@@ -125,9 +130,12 @@ def launch_few_queries(
     lse: Tensor,
     pairing: Pairing,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients dq, dk and dv, contiguous; ``out`` and ``lse`` are contiguous."""
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    *,
+    keys_are_values: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients dq, dk and dv, contiguous; None for dv where dk is that of both. ``out`` and ``lse`` are contiguous."""
+    dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    dv = None if keys_are_values else torch.empty(v.shape, dtype=v.dtype, device=v.device)
     config = select_few_queries(pairing.max_seqlen_q)
     _jagged_attention_bwd_few_queries_kernel[(pairing.num_queries * q.shape[1],)](
         q,
@@ -139,7 +147,7 @@ def launch_few_queries(
         None if dlse is None else dlse.to(torch.float32).contiguous(),
         dq,
         dk,
-        dv,
+        dk if dv is None else dv,
         pairing.offsets_q,
         pairing.offsets_k,
         *row_strides(q, k, v, do),
@@ -151,6 +159,7 @@ def launch_few_queries(
         BLOCK_N=config.block_n,
         BLOCK_D=power_of_two(q.shape[2]),
         BLOCK_DV=power_of_two(v.shape[2]),
+        SHARED=keys_are_values,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -15,7 +15,7 @@ from gem_kernels._src.jagged_attention.backward_few_queries import (
 )
 
 
-def _spec(queries: int, dim: int, dtype: torch.dtype, *, has_dlse: bool) -> CompileSpec:
+def _spec(queries: int, dim: int, dtype: torch.dtype, *, has_dlse: bool, shared: bool = False) -> CompileSpec:
     kernel, name, config = _jagged_attention_bwd_few_queries_kernel, TRITON_NAMES[dtype], select_few_queries(queries)
     constexprs: dict[str, int | None] = {
         "D": dim,
@@ -24,6 +24,7 @@ def _spec(queries: int, dim: int, dtype: torch.dtype, *, has_dlse: bool) -> Comp
         "BLOCK_N": config.block_n,
         "BLOCK_D": power_of_two(dim),
         "BLOCK_DV": power_of_two(dim),
+        "SHARED": shared,
     }
     if not has_dlse:
         constexprs["dlse_ptr"] = None
@@ -34,7 +35,7 @@ def _spec(queries: int, dim: int, dtype: torch.dtype, *, has_dlse: bool) -> Comp
         if argument not in constexprs
     }
     return CompileSpec(
-        id=f"few-queries-{queries}-{dim}-{name}{'-dlse' if has_dlse else ''}",
+        id=f"few-queries-{queries}-{dim}-{name}{'-dlse' if has_dlse else ''}{'-shared' if shared else ''}",
         kernel=kernel,
         signature=signature,
         constexprs=constexprs,
@@ -48,6 +49,7 @@ def compile_specs() -> Sequence[CompileSpec]:
     """Full tiles of queries and few, whole heads and narrow ones."""
     return [
         _spec(48, 64, torch.bfloat16, has_dlse=False),
+        _spec(48, 64, torch.bfloat16, has_dlse=False, shared=True),
         _spec(64, 64, torch.float16, has_dlse=True),
         _spec(8, 40, torch.bfloat16, has_dlse=False),
     ]

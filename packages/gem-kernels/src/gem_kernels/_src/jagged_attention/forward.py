@@ -29,6 +29,7 @@ from gem_kernels._src.jagged_attention import hopper_launch
 from gem_kernels._src.jagged_attention.bias import Bias, pair_with_bias
 from gem_kernels._src.jagged_attention.bias_tiles import add_bias, load_times
 from gem_kernels._src.jagged_attention.configs import select
+from gem_kernels._src.jagged_attention.short import fit_pairs
 from gem_kernels._src.tiles.index import key_sequence, locate_tile
 from gem_kernels._src.tiles.mask import key_range, pair_mask
 from gem_kernels._src.tiles.memory import load_rows, sequence_bounds, store_rows
@@ -239,6 +240,7 @@ def launch_forward(
         hopper_launch.launch_hopper_forward(out, lse, q, k, v, pairing.offsets_q, pairing.offsets_k, scale)
         return out, lse
     config = select("forward", max(dim, dim_v), q.dtype, capability_of(q), has_bias=bias.is_set)
+    config = fit_pairs("forward", config, max(dim, dim_v), pairing, left, right, bias)
     config = fit_lengths(config, pairing.max_seqlen_q, max_seqlen_k)
     with device_guard(q):
         grid = make_grid("jagged_attention", pairing.offsets_q, total, pairing.max_seqlen_q, config.block_m, num_heads)

@@ -18,7 +18,7 @@ from gem_kernels._src.tiles.matrix import load_matrix, store_matrix
 MAX_TOKENS = 128
 """Tokens on either side that a tile holds."""
 _PROGRAMS = 528
-"""Of the backward: parts of its sums, some for each multiprocessor of a large GPU."""
+"""Of the backward: parts of its sums, four for each multiprocessor of a large GPU."""
 
 
 @triton.jit
@@ -39,12 +39,24 @@ def _load_weight(
 
 
 @triton.jit
+def _rest(
+    column, FIRST: tl.constexpr, NUM_OUT: tl.constexpr, DIM: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Offsets and mask of output tokens from FIRST on, in a tensor of their own."""
+    rows, columns = tl.arange(0, BLOCK_O), column + tl.arange(0, BLOCK_D)
+    mask = ((rows >= FIRST) & (rows < NUM_OUT))[:, None] & (columns < DIM)[None, :]
+    return (rows - FIRST)[:, None] * DIM + columns[None, :], mask
+
+
+@triton.jit
 def token_linear_fwd_kernel(
     x_ptr,  # (B, NUM_IN, DIM), matrices contiguous
     weight_ptr,  # (NUM_OUT, NUM_IN) contiguous
     bias_ptr,  # (NUM_OUT,) or None
-    out_ptr,  # (B, NUM_OUT, DIM) contiguous
+    out_ptr,  # (B, FIRST, DIM) contiguous
+    rest_ptr,  # (B, NUM_OUT - FIRST, DIM) contiguous, or None with FIRST = NUM_OUT
     stride_xb,
+    FIRST: tl.constexpr,
     NUM_OUT: tl.constexpr,
     NUM_IN: tl.constexpr,
     DIM: tl.constexpr,
@@ -68,19 +80,26 @@ def token_linear_fwd_kernel(
         if not EXACT:
             bias = bias.to(x_ptr.dtype.element_ty)
         out += bias.to(tl.float32)[:, None]
-    store_matrix(out_ptr + b * (NUM_OUT * DIM), out, column, NUM_OUT, DIM, BLOCK_O, BLOCK_D)
+    store_matrix(out_ptr + b * (FIRST * DIM), out, column, FIRST, DIM, BLOCK_O, BLOCK_D)
+    if rest_ptr is not None:
+        offs, mask = _rest(column, FIRST, NUM_OUT, DIM, BLOCK_O, BLOCK_D)
+        rest_ptr += b * ((NUM_OUT - FIRST) * DIM)
+        tl.store(rest_ptr + offs, out.to(rest_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_samples"])
 def token_linear_bwd_kernel(
     x_ptr,  # (B, NUM_IN, DIM), matrices contiguous
-    dout_ptr,  # (B, NUM_OUT, DIM), matrices contiguous
+    dout_ptr,  # (B, FIRST, DIM), matrices contiguous
+    drest_ptr,  # (B, NUM_OUT - FIRST, DIM), matrices contiguous, or None with FIRST = NUM_OUT
     weight_ptr,  # (NUM_OUT, NUM_IN) contiguous
     dx_ptr,  # (B, NUM_IN, DIM) contiguous
     partial_ptr,  # (P, NUM_OUT, NUM_IN + 1) float32: gradients of the weight and, last, of the bias
     stride_xb,
     stride_db,
+    stride_rb,
     num_samples,
+    FIRST: tl.constexpr,
     NUM_OUT: tl.constexpr,
     NUM_IN: tl.constexpr,
     DIM: tl.constexpr,
@@ -97,7 +116,11 @@ def token_linear_bwd_kernel(
     for tile in tl.range(tl.program_id(0), num_samples * tiles, tl.num_programs(0), num_stages=STAGES):
         b, column = tl.cast(tile // tiles, tl.int64), tile % tiles * BLOCK_D
         x = load_matrix(x_ptr + b * stride_xb, column, NUM_IN, DIM, BLOCK_I, BLOCK_D)
-        dout = load_matrix(dout_ptr + b * stride_db, column, NUM_OUT, DIM, BLOCK_O, BLOCK_D)
+        dout = load_matrix(dout_ptr + b * stride_db, column, FIRST, DIM, BLOCK_O, BLOCK_D)
+        if drest_ptr is not None:
+            offs, mask = _rest(column, FIRST, NUM_OUT, DIM, BLOCK_O, BLOCK_D)
+            # One of both is zero.
+            dout += tl.load(drest_ptr + b * stride_rb + offs, mask=mask, other=0.0)
         dx = tl.dot(tl.trans(high), dout)
         if EXACT:
             dx = tl.dot(tl.trans(low), dout, dx)
@@ -113,7 +136,7 @@ def token_linear_bwd_kernel(
 
 
 def is_large(num_out: int, num_in: int) -> bool:
-    """Whether a weight needs more registers than four warps have for it, its gradient and tiles of 128 columns."""
+    """Whether a weight needs more registers than four warps have for it, its gradient and tiles of 64 columns."""
     return power_of_two(num_out) * power_of_two(num_in) > 64 * 64
 
 
@@ -122,15 +145,18 @@ def warps(num_out: int, num_in: int) -> int:
     return 8 if is_large(num_out, num_in) else 4
 
 
-def constants(num_out: int, num_in: int, dim: int, *, exact: bool, backward: bool) -> dict[str, int | bool]:
+def constants(
+    num_out: int, num_in: int, dim: int, *, exact: bool, backward: bool, first: int | None = None
+) -> dict[str, int | bool]:
     """Compile-time arguments that depend on shapes."""
     found = {
+        "FIRST": num_out if first is None else first,
         "NUM_OUT": num_out,
         "NUM_IN": num_in,
         "DIM": dim,
         "BLOCK_O": power_of_two(num_out),
         "BLOCK_I": power_of_two(num_in),
-        "BLOCK_D": min(power_of_two(dim), 64 if is_large(num_out, num_in) else 128),
+        "BLOCK_D": min(power_of_two(dim), 64),
         "EXACT": exact,
     }
     return found | {"STAGES": 2} if backward else found
@@ -141,36 +167,46 @@ def whole_matrices(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
-def launch_forward(x: Tensor, weight: Tensor, bias: Tensor | None, *, exact: bool) -> Tensor:
-    """(B, n, d) -> (B, m, d) in the dtype of x, contiguous; weight and bias are."""
+def launch_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, exact: bool, first: int | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """(B, n, d) -> (B, m, d) in the dtype of x, contiguous; weight and bias are.
+
+    With ``first`` those tokens alone, and beside them the others (B, m - first, d).
+    """
     x = whole_matrices(x)
     num_samples, num_in, dim = x.shape
     num_out = weight.shape[0]
-    out = torch.empty(num_samples, num_out, dim, dtype=x.dtype, device=x.device)
-    flags = constants(num_out, num_in, dim, exact=exact, backward=False)
+    flags = constants(num_out, num_in, dim, exact=exact, backward=False, first=first)
+    out = torch.empty(num_samples, flags["FIRST"], dim, dtype=x.dtype, device=x.device)
+    rest = None if first is None else torch.empty(num_samples, num_out - first, dim, dtype=x.dtype, device=x.device)
     size = num_samples * triton.cdiv(dim, flags["BLOCK_D"])
     if size:
         with device_guard(x):
             token_linear_fwd_kernel[(size,)](
-                x, weight, bias, out, x.stride(0), **flags, num_warps=warps(num_out, num_in)
+                x, weight, bias, out, rest, x.stride(0), **flags, num_warps=warps(num_out, num_in)
             )
-    return out
+    return out, rest
 
 
-def launch_backward(x: Tensor, dout: Tensor, weight: Tensor, *, exact: bool) -> tuple[Tensor, Tensor, Tensor]:
+def launch_backward(
+    x: Tensor, dout: Tensor, weight: Tensor, *, exact: bool, drest: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, in its dtype, and of weight (m, n) and bias (m,), in float32."""
     x, dout = whole_matrices(x), whole_matrices(dout)
+    drest = None if drest is None else whole_matrices(drest)
     num_samples, num_in, dim = x.shape
     num_out = weight.shape[0]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    flags = constants(num_out, num_in, dim, exact=exact, backward=True)
+    first = None if drest is None else dout.shape[1]
+    flags = constants(num_out, num_in, dim, exact=exact, backward=True, first=first)
     programs = min(_PROGRAMS, num_samples * triton.cdiv(dim, flags["BLOCK_D"]))
     partial = torch.empty(programs, num_out, num_in + 1, dtype=torch.float32, device=x.device)
     if programs:
+        strides = (x.stride(0), dout.stride(0), 0 if drest is None else drest.stride(0))
         with device_guard(x):
-            strides = (x.stride(0), dout.stride(0))
             token_linear_bwd_kernel[(programs,)](
-                x, dout, weight, dx, partial, *strides, num_samples, **flags, num_warps=warps(num_out, num_in)
+                x, dout, drest, weight, dx, partial, *strides, num_samples, **flags, num_warps=warps(num_out, num_in)
             )
     sums = partial.sum(0)
     return dx, sums[:, :num_in], sums[:, num_in]

@@ -11,9 +11,22 @@ from gem_kernels._src.compile_spec import CompileSpec
 from gem_kernels._src.token_linear.kernels import constants, token_linear_bwd_kernel, token_linear_fwd_kernel, warps
 
 
-def _spec(num_out: int, num_in: int, dim: int, dtype: torch.dtype, *, exact: bool, backward: bool) -> CompileSpec:
+def _spec(
+    num_out: int,
+    num_in: int,
+    dim: int,
+    dtype: torch.dtype,
+    *,
+    exact: bool,
+    backward: bool,
+    first: int | None = None,
+) -> CompileSpec:
     kernel = token_linear_bwd_kernel if backward else token_linear_fwd_kernel
-    constexprs = constants(num_out, num_in, dim, exact=exact, backward=backward)
+    constexprs: dict[str, int | bool | None] = {
+        **constants(num_out, num_in, dim, exact=exact, backward=backward, first=first)
+    }
+    if first is None:
+        constexprs["drest_ptr" if backward else "rest_ptr"] = None
     name = TRITON_NAMES[dtype]
     own = {"weight_ptr": "*fp32", "bias_ptr": "*fp32", "partial_ptr": "*fp32"}
     signature = {
@@ -22,7 +35,8 @@ def _spec(num_out: int, num_in: int, dim: int, dtype: torch.dtype, *, exact: boo
         if argument not in constexprs
     }
     return CompileSpec(
-        id=f"{'backward' if backward else 'forward'}-{num_in}to{num_out}x{dim}-{name}{'-exact' if exact else ''}",
+        id=f"{'backward' if backward else 'forward'}-{num_in}to{num_out}x{dim}-{name}"
+        f"{'-exact' if exact else ''}{'' if first is None else f'-first{first}'}",
         kernel=kernel,
         signature=signature,
         constexprs=constexprs,
@@ -37,7 +51,10 @@ def _spec(num_out: int, num_in: int, dim: int, dtype: torch.dtype, *, exact: boo
 def compile_specs() -> Sequence[CompileSpec]:
     """Three maps of 64 tokens together, few tokens, and the most that a tile holds."""
     shapes = [(56, 64, 256, torch.bfloat16), (32, 6, 256, torch.bfloat16), (16, 38, 96, torch.float16)]
-    return [
+    together = [
+        _spec(40, 64, 256, torch.bfloat16, exact=True, backward=backward, first=8) for backward in (False, True)
+    ]
+    return together + [
         _spec(*shape, exact=exact, backward=backward)
         for shape in (*shapes, (128, 128, 512, torch.bfloat16))
         for exact in (False, True)

@@ -1,0 +1,79 @@
+"""Tiles of short windows and few queries: which calls take them, and that results do not change."""
+
+import pytest
+import torch
+
+from gem_kernels import jagged_attention
+from gem_kernels._src.attention.configs import TileConfig
+from gem_kernels._src.attention.pairing import Pairing
+from gem_kernels._src.jagged_attention.bias import Bias
+from gem_kernels._src.jagged_attention.configs import SMALL, select
+from gem_kernels._src.jagged_attention.short import FEW_QUERIES, WINDOW, fit_pairs
+
+HOPPER = (9, 0)
+
+
+def sizes(config):
+    return (config.block_m, config.block_n, config.num_warps, config.num_stages)
+
+
+def pairing(max_seqlen_q=512, **changes):
+    offsets = torch.tensor([0, 3])
+    return Pairing(offsets, offsets, max_seqlen_q, None, False)._replace(**changes)
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
+def test_a_short_window_takes_small_tiles(kernel):
+    usual = select(kernel, 64, torch.bfloat16, HOPPER)
+    assert sizes(fit_pairs(kernel, usual, 64, pairing(), 64, 64, Bias())) == WINDOW[64][kernel]
+    for left, right in ((200, 64), (64, -1), (-1, 64), (-1, -1)):
+        assert fit_pairs(kernel, usual, 64, pairing(), left, right, Bias()) is usual
+
+
+def test_few_queries_take_small_tiles_in_the_forward():
+    usual = select("forward", 64, torch.bfloat16, HOPPER)
+    assert sizes(fit_pairs("forward", usual, 64, pairing(48), -1, -1, Bias())) == FEW_QUERIES[64]["forward"]
+    assert fit_pairs("forward", usual, 64, pairing(65), -1, -1, Bias()) is usual
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
+def test_others_keep_their_tiles(kernel):
+    window = (64, 64)
+    wide, usual = select(kernel, 256, torch.bfloat16, HOPPER), select(kernel, 64, torch.bfloat16, HOPPER)
+    assert fit_pairs(kernel, wide, 256, pairing(), *window, Bias()) is wide
+    full = select(kernel, 64, torch.float32, HOPPER)
+    assert fit_pairs(kernel, full, 64, pairing(), *window, Bias()) is full
+    small = select(kernel, 64, torch.bfloat16, (8, 6))
+    assert sizes(small) == SMALL[kernel][64]
+    assert fit_pairs(kernel, small, 64, pairing(), *window, Bias()) is small
+    overridden = TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)
+    assert fit_pairs(kernel, overridden, 64, pairing(), *window, Bias()) is overridden
+    table = torch.zeros(1, 3)
+    assert fit_pairs(kernel, usual, 64, pairing(), *window, Bias(position=table)) is usual
+    assert fit_pairs(kernel, usual, 64, pairing(broadcast_q=True), *window, Bias()) is usual
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("window", [(64, 64), (0, 128), (-1, -1)], ids=str)
+def test_cuda_against_float64(window, dtype):
+    lengths = torch.tensor([5, 0, 70, 133, 64, 1, 128, 300])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    few = torch.arange(len(lengths) + 1) * 48
+    generator = torch.Generator().manual_seed(0)
+    # Unmasked with few queries, which the forward's other tiles are for.
+    offsets_q, longest_q = (offsets, 300) if window[0] >= 0 else (few, 48)
+    rows = (int(offsets_q[-1]), int(offsets[-1]), int(offsets[-1]))
+    tensors = [torch.randn(n, 2, 64, generator=generator).to(dtype) for n in rows]
+    do = torch.randn(tensors[0].shape, generator=generator, dtype=torch.float64)
+
+    def gradients(tensors, device):
+        leaves = [x.to(device).requires_grad_() for x in tensors]
+        sides = {"offsets_q": offsets_q.to(device), "offsets_k": offsets.to(device)}
+        out = jagged_attention(*leaves, **sides, max_seqlen_q=longest_q, max_seqlen_k=300, window_size=window)
+        return [out.detach(), *torch.autograd.grad(out, leaves, do.to(device, out.dtype))]
+
+    expected = gradients([x.double() for x in tensors], "cpu")
+    for value, reference in zip(gradients(tensors, "cuda"), expected, strict=True):
+        atol = 16 * torch.finfo(dtype).eps * reference.abs().max().item()
+        torch.testing.assert_close(value.double().cpu(), reference, rtol=0, atol=atol)
