@@ -153,16 +153,6 @@ def mixes_rows(x: Tensor, *maps: TokenLinear) -> bool:
     )
 
 
-def mix_rows(x: Tensor, maps: Sequence[TokenLinear]) -> tuple[Tensor, ...]:
-    """(B, n, d) -> (B, m_i, d) of each map, which read x together; as `mixes_rows` has said."""
-    linears = [each.linear for each in maps]
-    weights: list[Tensor] = [linear.weight for linear in linears]
-    weight = torch.cat(weights)
-    biases: list[Tensor] = [x.new_zeros(y.out_features, dtype=y.weight.dtype) if y.bias is None else y.bias for y in linears]
-    mixed = token_linear(x, weight, torch.cat(biases), exact=any(bool(each.exact) for each in maps))
-    return mixed.split([linear.out_features for linear in linears], dim=1)
-
-
 class Gating(nn.Module):
     """x ⊙ sigmoid(W x + b): each token decides how much of each of its columns passes.
 

@@ -77,14 +77,16 @@ class Readout(nn.Module):
         self.width = (config.num_tokens + config.num_pooled_tokens) * config.dim
         self.towers = nn.ModuleDict({tower.name: Cross(config, tower, config.num_tokens) for tower in config.sequences})
         self._num_recent = {tower.name: tower.num_recent for tower in config.sequences}
+        # Keys and values of the pooling, which are one reader where neither is projected.
+        self._num_readers = {tower.name: 2 if tower.project_pooling else 1 for tower in config.sequences}
 
     def forward(self, x: Tensor, sequences: dict[str, Jagged]) -> Tensor:
         """Context tokens (B, n, d) and events by sequence name -> (B, width)."""
         tokens = [x]
         for name, tower in self.towers.items():
             s = sequences[name]
-            events = normalize_events(s.values, s.offsets, self._num_recent[name], num_readers=2)
-            tokens.append(tower(x, s, events.normalized, events.recent).s_sum)
+            events = normalize_events(s.values, s.offsets, self._num_recent[name], self._num_readers[name])
+            tokens.append(tower(x, s, (events.normalized[0], events.normalized[-1]), events.recent).s_sum)
         return normalize(_concatenate(tokens)).reshape(x.shape[0], self.width)
 
     def tower(self, name: str) -> Cross:
@@ -95,9 +97,9 @@ class Readout(nn.Module):
 
     def over_events(self, name: str, s: Jagged, queries: Tensor) -> tuple[Tensor, Tensor | None]:
         """What the queries find in a tower's events (B, num_queries, d_tower), and the latest of these."""
-        events = normalize_events(s.values, s.offsets, self._num_recent[name], num_readers=2)
-        keys, values = events.normalized
-        return self.tower(name).pooling.attend(queries, s, (keys, values)), events.recent
+        events = normalize_events(s.values, s.offsets, self._num_recent[name], self._num_readers[name])
+        keys_and_values = (events.normalized[0], events.normalized[-1])
+        return self.tower(name).pooling.attend(queries, s, keys_and_values), events.recent
 
     def after_events(self, x: Tensor, *found: Tensor) -> Tensor:
         """Context tokens (B, n, d), and what each tower's `over_events` found -> (B, width)."""

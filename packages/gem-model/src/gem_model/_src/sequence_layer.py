@@ -149,6 +149,8 @@ class SequenceLayer(nn.Module):
     ) -> None:
         super().__init__()
         self._num_recent = tower.num_recent
+        # Keys and values of the pooling are two readers where each is projected; the PFFN's queries are one more.
+        self._num_readers = 3 if tower.project_pooling else 2
         self.cross = Cross(config, tower, num_inputs)
         self.feed_forward = PersonalizedFeedForward(tower)
         self.has_self_attention = self_attention != "none"
@@ -158,9 +160,9 @@ class SequenceLayer(nn.Module):
     def forward(self, x: Tensor, s: Jagged) -> SequenceLayerOutput:
         """Context tokens (B, n, d) and events (T, d_tower)."""
         # One LayerNorm serves the pooling's keys and values and the PFFN's queries.
-        events = normalize_events(s.values, s.offsets, self._num_recent, num_readers=3)
-        keys, values, queries = events.normalized
-        x_sum, s_sum = self.cross(x, s, (keys, values), events.recent)
+        events = normalize_events(s.values, s.offsets, self._num_recent, self._num_readers)
+        x_sum, s_sum = self.cross(x, s, (events.normalized[0], events.normalized[-2]), events.recent)
+        queries = events.normalized[-1]
         values = self.feed_forward(s._replace(values=events.rows), queries, x_sum)
         if self.has_self_attention:
             values = self.self_attention(s._replace(values=values))
@@ -181,10 +183,9 @@ class SequenceLayer(nn.Module):
             What the queries found (B, num_queries, d_tower), the latest events (B, num_recent, d_tower) or None, and
             the events for the next layer (T, d_tower).
         """
-        events = normalize_events(s.values, s.offsets, self._num_recent, num_readers=3)
-        pooling_keys, pooling_values, normalized = events.normalized
-        pooled = self.cross.pooling.attend(queries, s, (pooling_keys, pooling_values))
-        rows = self.feed_forward.apply_weights(s._replace(values=events.rows), normalized, keys, values)
+        events = normalize_events(s.values, s.offsets, self._num_recent, self._num_readers)
+        pooled = self.cross.pooling.attend(queries, s, (events.normalized[0], events.normalized[-2]))
+        rows = self.feed_forward.apply_weights(s._replace(values=events.rows), events.normalized[-1], keys, values)
         if self.has_self_attention:
             rows = self.self_attention(s._replace(values=rows))
         return pooled, events.recent, rows
