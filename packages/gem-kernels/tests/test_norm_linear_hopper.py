@@ -35,7 +35,8 @@ def on_hopper(monkeypatch):
         (16896, 128, 512, torch.float16, True, True),
         (16896, 128, 1024, torch.bfloat16, True, False),
         (16895, 128, 512, torch.bfloat16, False, False),
-        (16896, 96, 512, torch.bfloat16, False, False),
+        (16896, 96, 512, torch.bfloat16, True, True),
+        (16896, 48, 512, torch.bfloat16, False, False),
         (16896, 128, 384, torch.bfloat16, False, False),
         (16896, 128, 512, torch.float32, False, False),
     ],
@@ -44,6 +45,26 @@ def test_kernels_are_chosen_by_sizes_and_dtype(rows, in_features, out_features, 
     x, weight = torch.empty(rows, in_features, dtype=dtype), torch.empty(out_features, in_features, dtype=dtype)
     assert hopper_launch.applies(x, weight, norm_of_output=False) == pre
     assert hopper_launch.applies(x, weight, norm_of_output=True) == post
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    ("rows", "in_features", "out_features", "dtype", "expected"),
+    [
+        (16896, 512, 512, torch.bfloat16, True),
+        (16896, 128, 1024, torch.float16, True),
+        (16895, 512, 512, torch.bfloat16, False),
+        (16896, 1024, 512, torch.bfloat16, False),
+        (16896, 192, 512, torch.bfloat16, False),
+        (16896, 512, 64, torch.bfloat16, False),
+        (16896, 512, 512, torch.float32, False),
+    ],
+)
+def test_the_backward_is_chosen_by_sizes_and_dtype(rows, in_features, out_features, dtype, expected):
+    x, weight = torch.empty(rows, in_features, dtype=dtype), torch.empty(out_features, in_features, dtype=dtype)
+    dout = torch.empty(rows, out_features, dtype=dtype)
+    assert hopper_launch.applies_backward(dout, x, weight) == expected
+    assert not hopper_launch.applies_backward(dout[:, ::2], x, weight[::2])
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -74,6 +95,7 @@ def launches(monkeypatch):
         monkeypatch.setattr(matmul.hopper_launch, f"launch_hopper_{name}", counted)
 
     count("rmsnorm_linear")
+    count("rmsnorm_linear_backward")
     count("linear_norm")
     return names
 
@@ -117,7 +139,12 @@ def check(function, plain, arguments, **options):
         assert_matches_oracle(name, actual, exact[name], eager[name], floor=floor)
 
 
-SIZES = [(16896, 64, 64), (17001, 512, 512), (40000, 192, 256), (20000, 256, 128), (33333, 1024, 512)]
+def names(launches, *, backward=False):
+    """Of forward launches alone, or of backward ones."""
+    return [name for name in launches if name.endswith("_backward") == backward]
+
+
+SIZES = [(16896, 64, 64), (17001, 96, 128), (17001, 512, 512), (40000, 192, 256), (20000, 256, 128), (33333, 1024, 512)]
 
 
 @pytest.mark.gpu
@@ -134,14 +161,15 @@ def test_gpu_hopper_matches_oracle(sizes, dtype, launches):
     options = {name: t[name] for name in ("bias", "norm_weight", "norm_bias")}
     check(linear_norm, post, plain | options)
     check(linear_norm, post, plain | {"norm_weight": t["norm_weight"]}, norm="rms")
-    assert launches == ["rmsnorm_linear"] * 2 + ["linear_norm"] * 4
+    assert names(launches) == ["rmsnorm_linear"] * 2 + ["linear_norm"] * 4
+    assert len(names(launches, backward=True)) == 2 * hopper_launch.has_backward_tiles(*sizes[1:])
 
 
 @pytest.mark.gpu
 def test_gpu_hopper_of_more_columns_than_two_tiles(launches):
     t = make(17001, 256, 1024, torch.bfloat16)
     check(rmsnorm_linear, pre, {"x": t["x"], "weight": t["weight"], "bias": t["bias"]})
-    assert launches == ["rmsnorm_linear"]
+    assert launches == ["rmsnorm_linear", "rmsnorm_linear_backward"]
 
 
 @pytest.mark.gpu

@@ -13,11 +13,16 @@ from gem_kernels._src.attention.hopper.launch import MAX_ROWS, is_on_hopper, mul
 from gem_kernels._src.attention.launch import device_guard
 from gem_kernels._src.norm_linear.configs import MAX_FUSED_NORM
 
-BLOCK_K = 64
-"""Features of the input at a time, a row of the widest swizzle of shared memory."""
-STAGES = 3
-"""Tiles of x and of the weight in shared memory, beside the tiles of the output. Six of half the features are faster:
-0.240 and 0.263 ms in place of 0.246 and 0.279 at M=262144, K=N=512 on an H200; their results have not been compared."""
+BLOCK_K = 32
+"""Features of the input at a time."""
+STAGES = 6
+"""Tiles of x and of the weight in shared memory, beside the tiles of the output: as many bytes as three tiles of 64
+features, but a consumer gives them back sooner."""
+DX_BLOCK_N = 32
+"""Features of the output at a time in the gradient of x."""
+DX_STAGES = 4
+DWEIGHT_BLOCK_N = 128
+DWEIGHT_STAGES = 4
 _TILE_ROWS = 128
 
 
@@ -41,6 +46,25 @@ def applies(x: Tensor, weight: Tensor, *, norm_of_output: bool) -> bool:
         and x.shape[1] % BLOCK_K == 0
         and _TILE_ROWS * multiprocessors(x.device) <= x.shape[0] <= MAX_ROWS
         and all(y.stride(1) == 1 and y.stride(0) % 8 == 0 and y.data_ptr() % 16 == 0 for y in (x, weight))
+    )
+
+
+def has_backward_tiles(in_features: int, out_features: int) -> bool:
+    """Whether a row of x lies in the two halves of a program, and the weight's gradient in tiles of 128 by 256."""
+    return in_features in (128, 256, 512) and out_features % DWEIGHT_BLOCK_N == 0
+
+
+def applies_backward(dout: Tensor, x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernels compute the gradients of a linear layer (N, K) after an RMS norm, for x (M, K).
+
+    As ``applies``, a pure function of shapes, strides, dtype and device.
+    """
+    return (
+        is_on_hopper(x)
+        and x.dtype in (torch.float16, torch.bfloat16)
+        and has_backward_tiles(x.shape[1], weight.shape[0])
+        and _TILE_ROWS * multiprocessors(x.device) <= x.shape[0] <= MAX_ROWS
+        and all(y.stride(1) == 1 and y.stride(0) % 8 == 0 and y.data_ptr() % 16 == 0 for y in (dout, x, weight))
     )
 
 
@@ -137,3 +161,55 @@ def launch_hopper_linear_norm(
     with device_guard(x):
         call(_linear_norm_hopper_kernel, _programs(x), arguments, constants, x.device)
     return out, normalized, rstd
+
+
+def launch_hopper_rmsnorm_linear_backward(
+    dout: Tensor, x: Tensor, folded: Tensor, rrms: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x (M, K) in its dtype and of the folded weight (N, K) in float32; asked ``applies_backward``."""
+    from gem_kernels._src.attention.hopper.tiles import ROWS
+    from gem_kernels._src.norm_linear.hopper_backward import _dweight_hopper_kernel, _dx_hopper_kernel
+
+    (num_rows, in_features), out_features = x.shape, folded.shape[0]
+    half, block_k = in_features // 2, min(256, in_features)
+    dx = torch.empty(num_rows, in_features, dtype=x.dtype, device=x.device)
+    num_blocks = triton.cdiv(num_rows, ROWS)
+    tiles = (out_features // DWEIGHT_BLOCK_N) * (in_features // block_k)
+    blocks_per_split = triton.cdiv(num_blocks, max(multiprocessors(x.device) // tiles, 1))
+    splits = triton.cdiv(num_blocks, blocks_per_split)
+    sums = torch.empty(splits, out_features, in_features, dtype=torch.float32, device=x.device)
+    with device_guard(x):
+        dx_arguments = (
+            _matrix(dout, ROWS, DX_BLOCK_N),
+            _matrix(folded, DX_BLOCK_N, half),
+            _matrix(x, ROWS, half),
+            _matrix(dx, ROWS, half),
+            rrms,
+            num_rows,
+        )
+        constants = {
+            "N": out_features,
+            "HALF": half,
+            "BLOCK_N": DX_BLOCK_N,
+            "STAGES": DX_STAGES,
+            "num_warps": 4,
+        }
+        call(_dx_hopper_kernel, min(num_blocks, multiprocessors(x.device)), dx_arguments, constants, x.device)
+        arguments = (
+            _matrix(dout, ROWS, DWEIGHT_BLOCK_N),
+            _matrix(x, ROWS, block_k),
+            sums,
+            rrms,
+            num_rows,
+            blocks_per_split,
+        )
+        constants = {
+            "N": out_features,
+            "K": in_features,
+            "BLOCK_N": DWEIGHT_BLOCK_N,
+            "BLOCK_K": block_k,
+            "STAGES": DWEIGHT_STAGES,
+            "num_warps": 4,
+        }
+        call(_dweight_hopper_kernel, splits * tiles, arguments, constants, x.device)
+    return dx, sums.sum(0)
