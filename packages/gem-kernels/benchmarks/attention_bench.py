@@ -318,3 +318,5 @@ def main(op: Op, shapes: Sequence[Shape], description: str | None, argv: Sequenc
                 tune(op, arguments.tune, shape, base, repeats)
             else:
                 run(op, shape, base, repeats, arguments.skip)
+            # What the graphs of one shape held cannot serve those of the next.
+            torch.cuda.empty_cache()
