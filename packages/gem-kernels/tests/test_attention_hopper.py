@@ -174,3 +174,25 @@ def test_a_kernel_is_looked_up_once_for_each_kind_of_call(monkeypatch):
         hopper_call.call(kernel, 7, arguments, constants, device)
     assert [name for name, *_ in calls] == ["looked up", "called"] + ["looked up"] * 4
     assert calls[1] == ("called", (7, 1, 1), (0.25, None, 64))
+
+
+@pytest.mark.parametrize("stride", [64, 512, 1024])
+@pytest.mark.parametrize(("first", "length"), [(0, 1), (5, 0), (1000, 129), (2**30 - 70, 70)])
+def test_rows_of_a_sequence_descriptor_are_where_they_are_and_end_with_the_sequence(stride, first, length):
+    pytest.importorskip("triton.experimental.gluon")
+    x = torch.empty(8 * 1024, dtype=torch.bfloat16).as_strided((8, 1, 64), (stride, 64, 1))
+    made = hopper_call.sequence_descriptor(x, 128)
+    assert made.block_shape == [1, 1, 128, 64]
+    # What the driver demands: sizes of 32 bits, strides of whole 16 bytes below 2**40.
+    assert all(size < 2**31 for size in made.shape)
+    assert all(0 < 2 * s < 2**40 and 2 * s % 16 == 0 for s in made.strides[:-1])
+    for row in (0, 1, 127, 128, length - 1, length, length + 200):
+        for channel in (0, 63):
+            end = hopper_call.SEQUENCE_END
+            coordinates = (end, first + length, end - length + row, channel)
+            assert all(0 <= c < 2**31 for c in coordinates)
+            address = 2 * sum(c * s for c, s in zip(coordinates, made.strides, strict=True))
+            assert address % 2**64 == 2 * ((first + row) * stride + channel)
+            # Only the row decides whether the element is one of the tensor.
+            inside = [c < size for c, size in zip(coordinates, made.shape, strict=True)]
+            assert inside == [True, True, row < length, True]

@@ -1,10 +1,9 @@
 """Hopper forward of GDPA in Gluon: persistent, loads by TMA, two warpgroups that overlap products and activation.
 
-A unit of work is a head and a chunk of query rows of one sequence (``schedule.py``). Four roles share a program:
+A unit of work is a head and a chunk of query rows of one sequence (``schedule.py``). Three roles share a program:
 
-* the producer copies tiles of Q, and of K and V into a ring of stages;
-* the cleaner zeroes the rows of a sequence's last K and V tile that belong to the next sequence, so that no product
-  needs a mask: a zero value adds nothing, whatever the activation makes of the score of a zero key;
+* the producer copies tiles of Q, and of K and V into a ring of stages. Rows past the end of a sequence come as zeros,
+  so that no product needs a mask: a zero value adds nothing, whatever the activation makes of the score of a zero key;
 * two consumers own 64 query rows each and take a key tile in two halves. A consumer issues the scores of the next
   half, be it of the next chunk, before it activates the scores it has, so short keys overlap as well as long ones, and
   the first half's values are multiplied while the second half is activated.
@@ -20,7 +19,6 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -32,11 +30,10 @@ from gem_kernels._src.attention.hopper.tiles import (
     TILE_ROWS,
     allocate_barriers,
     load_chunk,
-    load_into_ring,
     load_queries,
+    load_rows,
     num_key_tiles,
     store_tile,
-    zero_rows,
 )
 
 _TILE_ROWS = gl.constexpr(TILE_ROWS)
@@ -46,12 +43,11 @@ _ROWS = gl.constexpr(ROWS)
 @gluon.jit
 def _produce(
     q_desc, k_desc, v_desc, chunks_ptr, q_tiles, k_ring, v_ring, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
-    k_raw, v_raw, num_works, num_heads, GROUP: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
+    num_works, num_heads, GROUP: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
     D: gl.constexpr,
 ):  # fmt: skip
     tile = 0  # query tiles so far
     stage = 0  # key tiles so far
-    index = 0  # units of work so far
     for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
         first_q, len_q, first_k, len_k = load_chunk(chunks_ptr, work, num_heads)
         head = work % num_heads
@@ -62,52 +58,17 @@ def _produce(
         for j in range(num_keys):
             s = stage % STAGES
             phase = ((stage // STAGES) & 1) ^ 1
-            is_last = j == num_keys - 1
-            raw = index % STAGES
             mbarrier.wait(k_empty.index(s), phase)
-            load_into_ring(
-                k_desc, k_ring, k_ready, k_raw, first_k + j * BLOCK_N, channel_k, s, raw, is_last, BLOCK_N, D
-            )
+            load_rows(k_desc, k_ring, k_ready, first_k, len_k, j * BLOCK_N, channel_k, s, BLOCK_N, D)
             if j == 0:
                 load_queries(q_desc, q_tiles, q_ready, q_empty, first_q, 0, channel_q, tile, D)
             mbarrier.wait(v_empty.index(s), phase)
-            load_into_ring(
-                v_desc, v_ring, v_ready, v_raw, first_k + j * BLOCK_N, channel_k, s, raw, is_last, BLOCK_N, D
-            )
+            load_rows(v_desc, v_ring, v_ready, first_k, len_k, j * BLOCK_N, channel_k, s, BLOCK_N, D)
             stage += 1
         tile += 1
         for t in range(1, num_tiles):
             load_queries(q_desc, q_tiles, q_ready, q_empty, first_q, t, channel_q, tile, D)
             tile += 1
-        index += 1  # noqa: SIM113
-
-
-@gluon.jit
-def _clean(
-    chunks_ptr, k_ring, v_ring, k_ready, v_ready, k_raw, v_raw, num_works, num_heads, STAGES: gl.constexpr,
-    BLOCK_N: gl.constexpr, D: gl.constexpr,
-):  # fmt: skip
-    stage = 0
-    index = 0
-    for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
-        _first_q, _len_q, _first_k, len_k = load_chunk(chunks_ptr, work, num_heads)
-        num_keys = num_key_tiles(len_k, BLOCK_N)
-        s = (stage + num_keys - 1) % STAGES
-        rest = len_k - (num_keys - 1) * BLOCK_N
-        raw = index % STAGES
-        phase = (index // STAGES) & 1
-        mbarrier.wait(k_raw.index(raw), phase)
-        if rest < BLOCK_N:
-            zero_rows(k_ring.index(s), rest, BLOCK_N, D)
-            fence_async_shared()
-        mbarrier.arrive(k_ready.index(s), count=1)
-        mbarrier.wait(v_raw.index(raw), phase)
-        if rest < BLOCK_N:
-            zero_rows(v_ring.index(s), rest, BLOCK_N, D)
-            fence_async_shared()
-        mbarrier.arrive(v_ready.index(s), count=1)
-        stage += num_keys
-        index += 1  # noqa: SIM113
 
 
 @gluon.jit
@@ -210,7 +171,7 @@ def _consume(
 @gluon.jit(do_not_specialize=["num_heads"])
 def _gdpa_hopper_fwd_kernel(
     q_desc,  # (T_q, H * D), tiles of (64, D)
-    k_desc,  # (T_k, H_kv * D), tiles of (BLOCK_N, D)
+    k_desc,  # (T_k, H_kv * D), tiles of (BLOCK_N, D) that end with a sequence
     v_desc,
     out_desc,  # (T_q, H * D), tiles of (64, D)
     out_ptr,
@@ -232,17 +193,15 @@ def _gdpa_hopper_fwd_kernel(
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [4, _ROWS, D], q_desc.layout)
     out_tiles = gl.allocate_shared_memory(dtype, [2, _ROWS, D], out_desc.layout)
-    k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], v_desc.layout)
+    ring_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], dtype)
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], ring_layout)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], ring_layout)
     q_ready = allocate_barriers(4)
     q_empty = allocate_barriers(4)
     k_ready = allocate_barriers(STAGES)
     k_empty = allocate_barriers(STAGES)
     v_ready = allocate_barriers(STAGES)
     v_empty = allocate_barriers(STAGES)
-    # Where the copy of a chunk's last tile reports, before the cleaner passes it on.
-    k_raw = allocate_barriers(STAGES)
-    v_raw = allocate_barriers(STAGES)
     for i in gl.static_range(4):
         mbarrier.init(q_ready.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
@@ -251,8 +210,6 @@ def _gdpa_hopper_fwd_kernel(
         mbarrier.init(v_ready.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_empty.index(i), count=2)
-        mbarrier.init(k_raw.index(i), count=1)
-        mbarrier.init(v_raw.index(i), count=1)
     num_works = gl.load(num_chunks_ptr) * num_heads
     gl.warp_specialize(
         [
@@ -276,17 +233,10 @@ def _gdpa_hopper_fwd_kernel(
                 _produce,
                 (
                     q_desc, k_desc, v_desc, chunks_ptr, q_tiles, k_ring, v_ring, q_ready, q_empty, k_ready, k_empty,
-                    v_ready, v_empty, k_raw, v_raw, num_works, num_heads, GROUP, STAGES, BLOCK_N, D,
-                ),
-            ),
-            (
-                _clean,
-                (
-                    chunks_ptr, k_ring, v_ring, k_ready, v_ready, k_raw, v_raw, num_works, num_heads, STAGES, BLOCK_N,
-                    D,
+                    v_ready, v_empty, num_works, num_heads, GROUP, STAGES, BLOCK_N, D,
                 ),
             ),
         ],
-        [4, 1, 1],
-        [232, 40, 40],
+        [4, 1],
+        [232, 40],
     )  # fmt: skip

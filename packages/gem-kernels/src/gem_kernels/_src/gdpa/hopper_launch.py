@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gem_kernels._src.attention.hopper.call import call, descriptor
+from gem_kernels._src.attention.hopper.call import call, descriptor, sequence_descriptor
 from gem_kernels._src.attention.hopper.launch import is_copyable, multiprocessors, query_chunks, serves
 from gem_kernels._src.attention.hopper.schedule import make_schedule
 from gem_kernels._src.attention.launch import device_guard
@@ -70,8 +70,8 @@ def launch_hopper_forward(
     with device_guard(q):
         arguments = (
             descriptor(q, ROWS),
-            descriptor(k, BLOCK_N),
-            descriptor(v, BLOCK_N),
+            sequence_descriptor(k, BLOCK_N),
+            sequence_descriptor(v, BLOCK_N),
             descriptor(out, ROWS),
             out,
             out.stride(0),

@@ -1,10 +1,9 @@
 """Hopper forward of jagged attention in Gluon: persistent, loads by TMA, softmax under the products of the same warps.
 
-A unit of work is a head and a chunk of query rows of one sequence (``schedule.py``). Four roles share a program:
+A unit of work is a head and a chunk of query rows of one sequence (``schedule.py``). Three roles share a program:
 
-* the producer copies tiles of Q, and of K and V into a ring of stages;
-* the cleaner zeroes the rows of a sequence's last V tile that belong to the next sequence: their probability is 0, but
-  0 times an infinity is not;
+* the producer copies tiles of Q, and of K and V into a ring of stages. Rows past the end of a sequence come as zeros:
+  their probability is 0, but 0 times an infinity, which the next sequence may hold, is not;
 * two consumers own 64 query rows each. A consumer issues the scores of the next key tile, be it of the next chunk,
   and the product of this tile's probabilities with its values, and takes the softmax of those scores while the values
   are multiplied (FlashAttention-3, Shah et al., arXiv:2407.08608).
@@ -19,7 +18,6 @@ import math
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -31,12 +29,10 @@ from gem_kernels._src.attention.hopper.tiles import (
     TILE_ROWS,
     allocate_barriers,
     load_chunk,
-    load_into_ring,
     load_queries,
+    load_rows,
     num_key_tiles,
-    store_tile,
-    tma_load,
-    zero_rows,
+    store_rows,
 )
 
 _TILE_ROWS = gl.constexpr(TILE_ROWS)
@@ -45,23 +41,12 @@ _LN2 = gl.constexpr(math.log(2.0))
 
 
 @gluon.jit
-def _load_values(
-    v_desc, v_ring, v_ready, v_empty, v_raw, row, channel, stage, index, is_last, STAGES: gl.constexpr,
-    BLOCK_N: gl.constexpr, D: gl.constexpr,
-):  # fmt: skip
-    s = stage % STAGES
-    mbarrier.wait(v_empty.index(s), ((stage // STAGES) & 1) ^ 1)
-    load_into_ring(v_desc, v_ring, v_ready, v_raw, row, channel, s, index % STAGES, is_last, BLOCK_N, D)
-
-
-@gluon.jit
 def _produce(
     q_desc, k_desc, v_desc, chunks_ptr, q_tiles, k_ring, v_ring, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty,
-    v_raw, num_works, num_heads, GROUP: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+    num_works, num_heads, GROUP: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     tile = 0  # query tiles so far
     stage = 0  # key tiles so far
-    index = 0  # units of work so far
     for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
         first_q, len_q, first_k, len_k = load_chunk(chunks_ptr, work, num_heads)
         head = work % num_heads
@@ -69,50 +54,24 @@ def _produce(
         channel_k = (head // GROUP) * D
         num_tiles = (len_q + _TILE_ROWS - 1) // _TILE_ROWS
         num_keys = num_key_tiles(len_k, BLOCK_N)
-        for j in range(num_keys):
-            s = stage % STAGES
-            mbarrier.wait(k_empty.index(s), ((stage // STAGES) & 1) ^ 1)
-            mbarrier.expect(k_ready.index(s), BLOCK_N * D * 2)
-            tma_load(k_desc, [first_k + j * BLOCK_N, channel_k], k_ready.index(s), k_ring.index(s))
+        # Scores come one tile before values.
+        for j in range(num_keys + 1):
+            if j < num_keys:
+                s = stage % STAGES
+                mbarrier.wait(k_empty.index(s), ((stage // STAGES) & 1) ^ 1)
+                load_rows(k_desc, k_ring, k_ready, first_k, len_k, j * BLOCK_N, channel_k, s, BLOCK_N, D)
             if j == 0:
                 load_queries(q_desc, q_tiles, q_ready, q_empty, first_q, 0, channel_q, tile, D)
             else:
-                # Scores come one tile before values.
-                _load_values(
-                    v_desc, v_ring, v_ready, v_empty, v_raw, first_k + (j - 1) * BLOCK_N, channel_k, stage - 1, index,
-                    False, STAGES, BLOCK_N, D,
-                )  # fmt: skip
+                s_v = (stage - 1) % STAGES
+                mbarrier.wait(v_empty.index(s_v), (((stage - 1) // STAGES) & 1) ^ 1)
+                load_rows(v_desc, v_ring, v_ready, first_k, len_k, (j - 1) * BLOCK_N, channel_k, s_v, BLOCK_N, D)
             stage += 1
-        _load_values(
-            v_desc, v_ring, v_ready, v_empty, v_raw, first_k + (num_keys - 1) * BLOCK_N, channel_k, stage - 1, index,
-            True, STAGES, BLOCK_N, D,
-        )  # fmt: skip
+        stage -= 1
         tile += 1
         for t in range(1, num_tiles):
             load_queries(q_desc, q_tiles, q_ready, q_empty, first_q + t * _TILE_ROWS, 0, channel_q, tile, D)
             tile += 1
-        index += 1  # noqa: SIM113
-
-
-@gluon.jit
-def _clean(
-    chunks_ptr, v_ring, v_ready, v_raw, num_works, num_heads, STAGES: gl.constexpr, BLOCK_N: gl.constexpr,
-    D: gl.constexpr,
-):  # fmt: skip
-    stage = 0
-    index = 0
-    for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
-        _first_q, _len_q, _first_k, len_k = load_chunk(chunks_ptr, work, num_heads)
-        num_keys = num_key_tiles(len_k, BLOCK_N)
-        s = (stage + num_keys - 1) % STAGES
-        rest = len_k - (num_keys - 1) * BLOCK_N
-        mbarrier.wait(v_raw.index(index % STAGES), (index // STAGES) & 1)
-        if rest < BLOCK_N:
-            zero_rows(v_ring.index(s), rest, BLOCK_N, D)
-            fence_async_shared()
-        mbarrier.arrive(v_ready.index(s), count=1)
-        stage += num_keys
-        index += 1  # noqa: SIM113
 
 
 @gluon.jit
@@ -137,8 +96,8 @@ def _softmax(scores, row_max, row_sum, num_keys, scale_log2, layout: gl.constexp
 
 @gluon.jit
 def _consume(
-    out_desc, out_ptr, stride_ot, lse_ptr, chunks_ptr, q_tiles, k_ring, v_ring, out_tiles, q_ready, q_empty, k_ready,
-    k_empty, v_ready, v_empty, num_works, num_heads, scale_log2, W: gl.constexpr, STAGES: gl.constexpr,
+    out_desc, lse_ptr, chunks_ptr, q_tiles, k_ring, v_ring, out_tiles, q_ready, q_empty, k_ready, k_empty,
+    v_ready, v_empty, num_works, num_heads, scale_log2, W: gl.constexpr, STAGES: gl.constexpr,
     BLOCK_N: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_tiles.dtype
@@ -231,7 +190,7 @@ def _consume(
                 num_rows = len_q - t * _TILE_ROWS - W * _ROWS
                 head = work % num_heads
                 out = (acc * gl.convert_layout(1.0 / total, out_row_layout)[:, None]).to(dtype)
-                store_tile(out_desc, out_ptr, out_tile, out, row, num_rows, head * D, stride_ot, D)
+                store_rows(out_desc, out_tile, out, row, num_rows, head * D, D)
                 lse = gl.where(is_empty, float("-inf"), row_max * scale_log2 * _LN2 + gl.log(total))
                 gl.store(lse_ptr + row.to(gl.int64) * num_heads + head + rows * num_heads, lse, mask=rows < num_rows)
                 p = next_p
@@ -248,11 +207,9 @@ def _consume(
 @gluon.jit(do_not_specialize=["num_heads"])
 def _jagged_attention_hopper_fwd_kernel(
     q_desc,  # (T_q, H * D), tiles of (64, D)
-    k_desc,  # (T_k, H_kv * D), tiles of (BLOCK_N, D)
+    k_desc,  # (T_k, H_kv * D), tiles of (BLOCK_N, D) that end with a sequence
     v_desc,
-    out_desc,  # (T_q, H * D), tiles of (64, D)
-    out_ptr,
-    stride_ot,
+    out_desc,  # (T_q, H * D), tiles of (64, D) that end with a sequence
     lse_ptr,  # (T_q, H) float32, natural logarithm
     chunks_ptr,  # (N, 4) int32
     num_chunks_ptr,  # () int32
@@ -265,18 +222,17 @@ def _jagged_attention_hopper_fwd_kernel(
     num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = q_desc.dtype
+    ring_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], dtype)
     q_tiles = gl.allocate_shared_memory(dtype, [4, _ROWS, D], q_desc.layout)
-    out_tiles = gl.allocate_shared_memory(dtype, [2, _ROWS, D], out_desc.layout)
-    k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], v_desc.layout)
+    out_tiles = gl.allocate_shared_memory(dtype, [2, _ROWS, D], q_desc.layout)
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], ring_layout)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], ring_layout)
     q_ready = allocate_barriers(4)
     q_empty = allocate_barriers(4)
     k_ready = allocate_barriers(STAGES)
     k_empty = allocate_barriers(STAGES)
     v_ready = allocate_barriers(STAGES)
     v_empty = allocate_barriers(STAGES)
-    # Where the copy of a chunk's last V tile reports, before the cleaner passes it on.
-    v_raw = allocate_barriers(STAGES)
     for i in gl.static_range(4):
         mbarrier.init(q_ready.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
@@ -285,14 +241,13 @@ def _jagged_attention_hopper_fwd_kernel(
         mbarrier.init(v_ready.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_empty.index(i), count=2)
-        mbarrier.init(v_raw.index(i), count=1)
     num_works = gl.load(num_chunks_ptr) * num_heads
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
-                    out_desc, out_ptr, stride_ot, lse_ptr, chunks_ptr, q_tiles, k_ring, v_ring, out_tiles, q_ready,
+                    out_desc, lse_ptr, chunks_ptr, q_tiles, k_ring, v_ring, out_tiles, q_ready,
                     q_empty, k_ready, k_empty, v_ready, v_empty, num_works, num_heads, scale_log2, 0, STAGES,
                     BLOCK_N, D,
                 ),
@@ -300,7 +255,7 @@ def _jagged_attention_hopper_fwd_kernel(
             (
                 _consume,
                 (
-                    out_desc, out_ptr, stride_ot, lse_ptr, chunks_ptr, q_tiles, k_ring, v_ring, out_tiles, q_ready,
+                    out_desc, lse_ptr, chunks_ptr, q_tiles, k_ring, v_ring, out_tiles, q_ready,
                     q_empty, k_ready, k_empty, v_ready, v_empty, num_works, num_heads, scale_log2, 1, STAGES,
                     BLOCK_N, D,
                 ),
@@ -309,14 +264,10 @@ def _jagged_attention_hopper_fwd_kernel(
                 _produce,
                 (
                     q_desc, k_desc, v_desc, chunks_ptr, q_tiles, k_ring, v_ring, q_ready, q_empty, k_ready, k_empty,
-                    v_ready, v_empty, v_raw, num_works, num_heads, GROUP, STAGES, BLOCK_N, D,
+                    v_ready, v_empty, num_works, num_heads, GROUP, STAGES, BLOCK_N, D,
                 ),
             ),
-            (
-                _clean,
-                (chunks_ptr, v_ring, v_ready, v_raw, num_works, num_heads, STAGES, BLOCK_N, D),
-            ),
         ],
-        [4, 1, 1],
-        [232, 40, 40],
+        [4, 1],
+        [232, 40],
     )  # fmt: skip

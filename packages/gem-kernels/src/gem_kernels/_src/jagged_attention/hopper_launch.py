@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from gem_kernels._src.attention.hopper.call import call, descriptor
+from gem_kernels._src.attention.hopper.call import call, descriptor, sequence_descriptor
 from gem_kernels._src.attention.hopper.launch import is_copyable, multiprocessors, query_chunks, serves
 from gem_kernels._src.attention.hopper.schedule import make_schedule
 from gem_kernels._src.attention.launch import device_guard
@@ -68,11 +68,9 @@ def launch_hopper_forward(
     with device_guard(q):
         arguments = (
             descriptor(q, ROWS),
-            descriptor(k, BLOCK_N),
-            descriptor(v, BLOCK_N),
-            descriptor(out, ROWS),
-            out,
-            out.stride(0),
+            sequence_descriptor(k, BLOCK_N),
+            sequence_descriptor(v, BLOCK_N),
+            sequence_descriptor(out, ROWS),
             lse,
             *once(query_chunks, q, offsets_q, offsets_k, BLOCK_N * STAGES),
             num_heads,

@@ -34,9 +34,10 @@ def compile_specs() -> Sequence[CompileSpec]:
             _jagged_attention_hopper_fwd_kernel,
             name,
             HEAD_DIM,
-            {"q_desc": ROWS, "k_desc": BLOCK_N, "v_desc": BLOCK_N, "out_desc": ROWS},
+            {"q_desc": ROWS, "out_desc": (1, 1, ROWS, HEAD_DIM)}
+            | dict.fromkeys(("k_desc", "v_desc"), (1, 1, BLOCK_N, HEAD_DIM)),
             {"GROUP": group, "STAGES": STAGES, "BLOCK_N": BLOCK_N, "D": HEAD_DIM, "num_warps": 4},
-            # Between query tiles; 56 bytes with ptxas 12.8, which comes with Triton 3.6.
+            # Between query tiles, with ptxas 12.8, which comes with Triton 3.6.
             max_spill_bytes=160,
         )
         for name, group in (("bf16", 1), ("bf16", 4), ("fp16", 1))

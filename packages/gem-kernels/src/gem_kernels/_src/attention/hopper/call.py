@@ -13,6 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+SEQUENCE_END = 2**30
+"""Coordinate, in a ``sequence_descriptor``, at which a sequence ends."""
+_WRAPS = 2**34
+_EXTENT = 2**31 - 2**16
 _compiled: dict[Hashable, Any] = {}
 
 
@@ -55,7 +59,27 @@ def descriptor(x: Tensor, rows: int) -> Any:
     made.shape = [total, num_heads * dim]
     made.strides = [x.stride(0), 1]
     made.block_shape = [rows, dim]
-    made.layout = _shared_layout(rows, dim, x.dtype)
+    made.layout = _shared_layout((rows, dim), x.dtype)
+    made.padding = "zero"
+    return made
+
+
+def sequence_descriptor(x: Tensor, rows: int) -> Any:
+    """As ``descriptor``, of tiles that end with a sequence: rows past its end are read as zeros and not written.
+
+    The copy engine knows one size of a dimension, and sequences have many. So the row is coordinate 2, which ends at
+    E = ``SEQUENCE_END``, and row r of a sequence of n rows from ``first`` on is (E, first + n, E - n + r). The strides
+    are W - s, s and s for rows of s elements and W = 2**34: E W elements of two bytes are 2**65 bytes, nothing in an
+    address of 64 bits, so that this is the place of row ``first`` + r. Source: ``triton.tools.ragged_tma``.
+    """
+    num_heads, dim = x.shape[1:]
+    made = object.__new__(_descriptor_type())
+    made.base = x
+    stride = x.stride(0)
+    made.shape = [_EXTENT, _EXTENT, SEQUENCE_END, num_heads * dim]
+    made.strides = [_WRAPS - stride, stride, stride, 1]
+    made.block_shape = [1, 1, rows, dim]
+    made.layout = _shared_layout((1, 1, rows, dim), x.dtype)
     made.padding = "zero"
     return made
 
@@ -69,8 +93,8 @@ def _descriptor_type() -> Any:
 
 
 @functools.cache
-def _shared_layout(rows: int, dim: int, dtype: torch.dtype) -> Any:
+def _shared_layout(shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     from triton.experimental.gluon import language as gl
 
     element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
-    return gl.NVMMASharedLayout.get_default_for([rows, dim], element)
+    return gl.NVMMASharedLayout.get_default_for(list(shape), element)

@@ -10,12 +10,13 @@ import torch
 import triton
 from torch import Tensor
 
+from gem_kernels._src.attention.hopper.call import SEQUENCE_END
 from gem_kernels._src.attention.hopper.schedule import MAX_TILES, Schedule, make_schedule
 from gem_kernels._src.attention.launch import capability_of
 from gem_kernels._src.attention.pairing import Pairing
 
-MAX_ROWS = 2**31 - 1 - 128
-"""Coordinates of the copy engine have 32 bits, and a tile of up to 128 rows may begin at the last row."""
+MAX_ROWS = SEQUENCE_END
+"""Coordinates of the copy engine have 32 bits, and those of a row count from its sequence's end."""
 _CHUNKS_PER_SM = 4
 _portable_only = False
 

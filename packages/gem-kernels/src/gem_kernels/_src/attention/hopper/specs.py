@@ -18,14 +18,15 @@ def hopper_spec(
     kernel: Any,
     name: str,
     dim: int,
-    tiles: Mapping[str, int | tuple[int, int]],
+    tiles: Mapping[str, int | tuple[int, ...]],
     constexprs: Mapping[str, Any],
     *,
     max_spill_bytes: int,
 ) -> CompileSpec:
     """A Gluon kernel whose arguments are tile descriptors, pointers, strides, counts, scales and ``eps``.
 
-    ``tiles`` says their rows, of ``dim`` columns, or both. ``name`` is the dtype in Triton's notation, bf16 or fp16.
+    ``tiles`` says their rows, of ``dim`` columns, or their shape. ``name`` is the dtype in Triton's notation, bf16 or
+    fp16.
     """
     # Imported here: only the compile test needs Gluon.
     from triton.experimental.gluon import language as gl

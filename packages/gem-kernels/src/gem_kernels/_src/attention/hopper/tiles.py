@@ -6,6 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from gem_kernels._src.attention.hopper.call import SEQUENCE_END
+
 ROWS = 64
 """Rows of one consumer, the height of a warpgroup's matrix instruction."""
 TILE_ROWS = 2 * ROWS
@@ -15,6 +17,7 @@ tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 _TILE_ROWS = gl.constexpr(TILE_ROWS)
 _ROWS = gl.constexpr(ROWS)
+_END = gl.constexpr(SEQUENCE_END)
 
 
 @gluon.jit
@@ -80,15 +83,22 @@ def load_queries(q_desc, q_tiles, q_ready, q_empty, first, t, channel, tile, D: 
 
 
 @gluon.jit
-def load_into_ring(desc, ring, ready, raw, row, channel, s, slot, is_last, BLOCK_N: gl.constexpr, D: gl.constexpr):
-    """Copy a tile to place ``s`` of a ring, which is free. The last of a unit of work reports to the cleaner.
+def load_rows(desc, ring, ready, first, length, row, channel, s, BLOCK_N: gl.constexpr, D: gl.constexpr):
+    """Copy rows [row, row + BLOCK_N) of a sequence to place ``s`` of a ring; rows past its end become zeros.
 
-    It does so at barrier ``slot``, the number of the unit modulo the stages: a unit has at least one tile, so that no
-    barrier is taken again before the ring has moved on.
+    ``desc`` is a ``sequence_descriptor``: its coordinates are those of the row counted from the sequence's end.
     """
-    if is_last:
-        mbarrier.expect(raw.index(slot), BLOCK_N * D * 2)
-        tma_load(desc, [row, channel], raw.index(slot), ring.index(s))
-    else:
-        mbarrier.expect(ready.index(s), BLOCK_N * D * 2)
-        tma_load(desc, [row, channel], ready.index(s), ring.index(s))
+    mbarrier.expect(ready.index(s), BLOCK_N * D * 2)
+    place = ring.index(s)._reinterpret(ring.dtype, [1, 1, BLOCK_N, D], desc.layout)
+    tma_load(desc, [_END, first + length, _END - length + row, channel], ready.index(s), place)
+
+
+@gluon.jit
+def store_rows(out_desc, out_tile, out, row, num_rows, channel, D: gl.constexpr):
+    """Write the first ``num_rows`` of 64 output rows; ``out_desc`` is a ``sequence_descriptor``."""
+    tma.store_wait(pendings=0)
+    out_tile.store(out)
+    fence_async_shared()
+    length = gl.maximum(num_rows, 0)
+    place = out_tile._reinterpret(out_tile.dtype, [1, 1, _ROWS, D], out_desc.layout)
+    tma_store(out_desc, [_END, row + length, _END - length, channel], place)
