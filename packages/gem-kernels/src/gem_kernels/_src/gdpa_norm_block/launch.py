@@ -1,4 +1,8 @@
-"""The block on CUDA: row kernels around the kernels of GDPA, or kernels of its own where sequences have few keys."""
+"""The block on CUDA: row kernels around an attention, or kernels of its own where sequences have few keys.
+
+The attention is GDPA's. On Hopper it is one that adds the query rows to its output and, where the keys of a sequence
+fit in one tile, makes all gradients in one kernel.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,12 @@ from gem_kernels._src.gdpa.backward import launch_backward as launch_gdpa_backwa
 from gem_kernels._src.gdpa.forward import launch_forward as launch_gdpa_forward
 from gem_kernels._src.gdpa_norm_block.arguments import Gradients, Kept, Options, Parameters, Statistics
 from gem_kernels._src.gdpa_norm_block.few_keys import launch_few_keys_backward, launch_few_keys_forward
+from gem_kernels._src.gdpa_norm_block.hopper_launch import (
+    attends,
+    launch_attend,
+    launch_attend_backward,
+    makes_gradients,
+)
 from gem_kernels._src.gdpa_norm_block.rows import (
     add_rms_norm_bwd_kernel,
     add_rms_norm_kernel,
@@ -63,10 +73,13 @@ def _layer_norm(q: Tensor, parameters: Parameters, mean: Tensor, rstd: Tensor, e
 
 def _attend(
     normed: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_k: Tensor, options: Options
-) -> Tensor:
-    """Output of the attention as rows (T_q, N), contiguous."""
-    out = launch_gdpa_forward(normed.view(q.shape), k, v, offsets_q, offsets_k, *options[:5], -1, -1)
-    return out.view(normed.shape)
+) -> tuple[Tensor, bool]:
+    """Output of the attention as rows (T_q, N), contiguous, and whether the query residual is in it already."""
+    x = normed.view(q.shape)
+    if attends(x, k, v, offsets_q, offsets_k, options):
+        return launch_attend(x, k, v, offsets_q, offsets_k, options).view(normed.shape), True
+    out = launch_gdpa_forward(x, k, v, offsets_q, offsets_k, *options[:5], -1, -1)
+    return out.view(normed.shape), False
 
 
 def launch_forward(
@@ -88,7 +101,7 @@ def launch_forward(
     mean, rstd, rrms = (torch.empty(num_rows, dtype=torch.float32, device=q.device) for _ in range(3))
     with device_guard(q):
         normed = _layer_norm(rows, parameters, mean, rstd, options.eps)
-        total = _attend(normed, q, k, v, offsets_q, offsets_k, options)
+        total, is_sum = _attend(normed, q, k, v, offsets_q, offsets_k, options)
         out = torch.empty_like(total) if keep else total
         meta = _meta(parameters, features, select_rows(features))
         if num_rows > 0:
@@ -106,9 +119,9 @@ def launch_forward(
                 num_rows,
                 options.eps,
                 HAS_RMS_WEIGHT=parameters.rms_weight is not None,
-                QUERY_RESIDUAL=options.query_residual,
+                QUERY_RESIDUAL=options.query_residual and not is_sum,
                 RESIDUAL=options.residual,
-                KEEP=keep and options.query_residual,
+                KEEP=keep and options.query_residual and not is_sum,
                 **meta,
             )
     kept = Kept(normed.view(q.shape), total.view(q.shape)) if keep else None
@@ -142,11 +155,11 @@ def launch_backward(
         if kept is None:
             # The same kernels write it again, statistics included, bit by bit.
             normed = _layer_norm(rows, parameters, torch.empty_like(mean), torch.empty_like(rstd), options.eps)
-            total = _attend(normed, q, k, v, offsets_q, offsets_k, options)
+            total, is_sum = _attend(normed, q, k, v, offsets_q, offsets_k, options)
             dtotal = total
         else:
             normed, total = (x.view(num_rows, features) for x in kept)
-            dtotal = torch.empty_like(total)
+            is_sum, dtotal = True, torch.empty_like(total)
         if num_rows > 0:
             add_rms_norm_bwd_kernel[(programs,)](
                 dout,
@@ -164,12 +177,15 @@ def launch_backward(
                 rows.stride(0),
                 num_rows,
                 HAS_RMS_WEIGHT=rms_weight is not None,
-                QUERY_RESIDUAL=options.query_residual and kept is None,
+                QUERY_RESIDUAL=options.query_residual and not is_sum,
                 **meta,
             )
-        dnormed, dk, dv = launch_gdpa_backward(
-            dtotal.view(q.shape), normed.view(q.shape), k, v, offsets_q, offsets_k, *options[:5], -1, -1
-        )
+        x, dx = normed.view(q.shape), dtotal.view(q.shape)
+        is_one_kernel = makes_gradients(x, k, v, options)
+        if is_one_kernel:
+            dnormed, dk, dv = launch_attend_backward(dx, x, k, v, offsets_q, offsets_k, options)
+        else:
+            dnormed, dk, dv = launch_gdpa_backward(dx, x, k, v, offsets_q, offsets_k, *options[:5], -1, -1)
         dq = dnormed.view(num_rows, features)
         del meta["HAS_BIAS"]
         if num_rows > 0:
@@ -186,7 +202,7 @@ def launch_backward(
                 dout.stride(0),
                 rows.stride(0),
                 num_rows,
-                QUERY_RESIDUAL=options.query_residual,
+                QUERY_RESIDUAL=options.query_residual and not is_one_kernel,
                 RESIDUAL=options.residual,
                 SUMS=norm_weight is not None or norm_bias is not None,
                 **meta,

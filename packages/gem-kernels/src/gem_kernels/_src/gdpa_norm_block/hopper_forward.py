@@ -1,0 +1,194 @@
+"""Hopper's attention of the block in Gluon: the forward of GDPA, which adds the query rows on the way out.
+
+The roles are those of ``gdpa/hopper_forward.py``. A query tile stays in shared memory until the output of its rows is
+there, so the sum that goes into the RMS norm costs no further read of a row.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from gem_kernels._src.attention.hopper.tiles import (
+    ROWS,
+    TILE_ROWS,
+    allocate_barriers,
+    load_chunk,
+    num_key_tiles,
+    store_tile,
+)
+from gem_kernels._src.gdpa.hopper_forward import _activate, _await_scores, _clean, _produce
+
+_TILE_ROWS = gl.constexpr(TILE_ROWS)
+_ROWS = gl.constexpr(ROWS)
+
+
+@gluon.jit
+def _consume(
+    out_desc, out_ptr, stride_ot, chunks_ptr, q_tiles, k_ring, v_ring, out_tiles, q_ready, q_empty, k_ready, k_empty,
+    v_ready, v_empty, num_works, num_heads, pre_scale, post_scale, ACTIVATION: gl.constexpr, IN_PAIRS: gl.constexpr,
+    HAS_PRE_SCALE: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = q_tiles.dtype
+    HALF: gl.constexpr = BLOCK_N // 2
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16]
+    )
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
+    zeros = gl.zeros([_ROWS, HALF], gl.float32, scores_layout)
+    acc = gl.zeros([_ROWS, D], gl.float32, out_layout)
+    out_tile = out_tiles.index(W)
+    step = gl.num_programs(0)
+    work = gl.program_id(0)
+    if work < num_works:
+        first_q, len_q, _first_k, len_k = load_chunk(chunks_ptr, work, num_heads)
+        mbarrier.wait(q_ready.index(W * 2), 0)
+        mbarrier.wait(k_ready.index(0), 0)
+        k_first = k_ring.index(0).slice(0, HALF, dim=0)
+        scores = warpgroup_mma(q_tiles.index(W * 2), k_first.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        tile = 0  # query tiles so far
+        base = 0  # key tiles of earlier chunks
+        for work in range(gl.program_id(0), num_works, step):
+            following = gl.minimum(work + step, num_works - 1)
+            next_q, next_len_q, _next_first_k, next_len_k = load_chunk(chunks_ptr, following, num_heads)
+            is_final_work = work + step >= num_works
+            num_tiles = (len_q + _TILE_ROWS - 1) // _TILE_ROWS
+            num_keys = num_key_tiles(len_k, BLOCK_N)
+            for t in range(num_tiles):
+                is_last_tile = t == num_tiles - 1
+                q = q_tiles.index(W * 2 + (tile & 1))
+                for j in range(num_keys):
+                    s = (base + j) % STAGES
+                    phase = ((base + j) // STAGES) & 1
+                    is_last_key = j == num_keys - 1
+                    has_next = (is_last_key & is_last_tile & is_final_work) == 0
+                    # What the next scores are of: the next key tile, else the next query tile's first.
+                    next_stage = gl.where(is_last_key, gl.where(is_last_tile, base + num_keys, base), base + j + 1)
+                    next_tile = gl.where(is_last_key, tile + 1, tile)
+                    next_q_tile = q_tiles.index(W * 2 + (next_tile & 1))
+                    k_second = k_ring.index(s).slice(HALF, HALF, dim=0)
+                    other_scores = warpgroup_mma(q, k_second.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                    p = _activate(scores, pre_scale, ACTIVATION, IN_PAIRS, HAS_PRE_SCALE, dtype, p_layout)
+                    mbarrier.wait(v_ready.index(s), phase)
+                    acc = warpgroup_mma(p, v_ring.index(s).slice(0, HALF, dim=0), acc, use_acc=(j > 0), is_async=True)
+                    other_scores = warpgroup_mma_wait(1, deps=[other_scores])
+                    # A key tile leaves the ring with the last query tile of its chunk.
+                    mbarrier.arrive(k_empty.index(s), count=1, pred=is_last_tile)
+                    if has_next:
+                        _await_scores(q_ready, k_ready, next_tile, next_stage, W, STAGES)
+                    k_next = k_ring.index(next_stage % STAGES).slice(0, HALF, dim=0)
+                    scores = warpgroup_mma(next_q_tile, k_next.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                    other_p = _activate(other_scores, pre_scale, ACTIVATION, IN_PAIRS, HAS_PRE_SCALE, dtype, p_layout)
+                    acc = warpgroup_mma(other_p, v_ring.index(s).slice(HALF, HALF, dim=0), acc, is_async=True)
+                    scores, acc, p, other_p = warpgroup_mma_wait(0, deps=[scores, acc, p, other_p])
+                    mbarrier.arrive(v_empty.index(s), count=1, pred=is_last_tile)
+                total = (acc * post_scale + q.load(out_layout).to(gl.float32)).to(dtype)
+                # Reads may still be under way at the barrier: without the fence the copy engine overwrites the tile.
+                fence_async_shared()
+                mbarrier.arrive(q_empty.index(W * 2 + (tile & 1)), count=1)
+                row = first_q + t * _TILE_ROWS + W * _ROWS
+                store_tile(
+                    out_desc, out_ptr, out_tile, total, row, len_q - t * _TILE_ROWS - W * _ROWS,
+                    (work % num_heads) * D, stride_ot, D,
+                )  # fmt: skip
+                tile += 1
+            base += num_keys
+            first_q = next_q
+            len_q = next_len_q
+            len_k = next_len_k
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit(do_not_specialize=["num_heads"])
+def attend_kernel(
+    q_desc,  # (T_q, H * D), tiles of (64, D)
+    k_desc,  # (T_k, H_kv * D), tiles of (BLOCK_N, D)
+    v_desc,
+    out_desc,  # (T_q, H * D), tiles of (64, D)
+    out_ptr,
+    stride_ot,
+    chunks_ptr,  # (N, 4) int32
+    num_chunks_ptr,  # () int32
+    num_heads,
+    pre_scale,
+    post_scale,
+    ACTIVATION: gl.constexpr,
+    IN_PAIRS: gl.constexpr,  # ACTIVATION takes scores and pre_scale, and makes bfloat16
+    HAS_PRE_SCALE: gl.constexpr,  # pre_scale is not 1; not asked in pairs
+    GROUP: gl.constexpr,  # query heads per key head
+    STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    D: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Write the output of the attention plus its query rows."""
+    dtype: gl.constexpr = q_desc.dtype
+    q_tiles = gl.allocate_shared_memory(dtype, [4, _ROWS, D], q_desc.layout)
+    out_tiles = gl.allocate_shared_memory(dtype, [2, _ROWS, D], out_desc.layout)
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_desc.layout)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], v_desc.layout)
+    q_ready = allocate_barriers(4)
+    q_empty = allocate_barriers(4)
+    k_ready = allocate_barriers(STAGES)
+    k_empty = allocate_barriers(STAGES)
+    v_ready = allocate_barriers(STAGES)
+    v_empty = allocate_barriers(STAGES)
+    # Where the copy of a chunk's last tile reports, before the cleaner passes it on.
+    k_raw = allocate_barriers(STAGES)
+    v_raw = allocate_barriers(STAGES)
+    for i in gl.static_range(4):
+        mbarrier.init(q_ready.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(v_ready.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(v_empty.index(i), count=2)
+        mbarrier.init(k_raw.index(i), count=1)
+        mbarrier.init(v_raw.index(i), count=1)
+    num_works = gl.load(num_chunks_ptr) * num_heads
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    out_desc, out_ptr, stride_ot, chunks_ptr, q_tiles, k_ring, v_ring, out_tiles, q_ready, q_empty,
+                    k_ready, k_empty, v_ready, v_empty, num_works, num_heads, pre_scale, post_scale, ACTIVATION,
+                    IN_PAIRS, HAS_PRE_SCALE, 0, STAGES, BLOCK_N, D,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    out_desc, out_ptr, stride_ot, chunks_ptr, q_tiles, k_ring, v_ring, out_tiles, q_ready, q_empty,
+                    k_ready, k_empty, v_ready, v_empty, num_works, num_heads, pre_scale, post_scale, ACTIVATION,
+                    IN_PAIRS, HAS_PRE_SCALE, 1, STAGES, BLOCK_N, D,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    q_desc, k_desc, v_desc, chunks_ptr, q_tiles, k_ring, v_ring, q_ready, q_empty, k_ready, k_empty,
+                    v_ready, v_empty, k_raw, v_raw, num_works, num_heads, GROUP, STAGES, BLOCK_N, D,
+                ),
+            ),
+            (
+                _clean,
+                (
+                    chunks_ptr, k_ring, v_ring, k_ready, v_ready, k_raw, v_raw, num_works, num_heads, STAGES, BLOCK_N,
+                    D,
+                ),
+            ),
+        ],
+        [4, 1, 1],
+        [232, 40, 40],
+    )  # fmt: skip

@@ -1,0 +1,153 @@
+"""When the block takes Hopper's attention with its residuals inside, and the launches."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from gem_kernels._src.attention.hopper.call import call, descriptor
+from gem_kernels._src.attention.hopper.launch import MAX_ROWS, is_copyable, is_on_hopper, multiprocessors, query_chunks
+from gem_kernels._src.attention.pairing import pair_sequences
+from gem_kernels._src.attention.reuse import once
+from gem_kernels._src.gdpa import hopper_launch as gdpa_hopper
+from gem_kernels._src.gdpa_norm_block.arguments import Options
+
+BACKWARD_STAGES = 2
+"""Tiles of 64 query rows and of their gradients in shared memory."""
+BACKWARD_KV_STAGES = 2
+"""Sequences whose keys and values are there."""
+BACKWARD_HEAD_DIM = 128
+"""Each consumer makes the gradient of half the columns: 64, a row of the widest swizzle of shared memory."""
+
+
+def attends(x: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_k: Tensor, options: Options) -> bool:
+    """Whether ``launch_attend`` computes this call, for rows x (T_q, H, D) after the layer norm.
+
+    Like all rules here a function of sizes, strides, dtype and device alone, so that all ranks of a job agree.
+    """
+    pairing = pair_sequences(x, offsets_q, offsets_k, None, options.max_seqlen_q, -1, -1)
+    return (
+        options.query_residual
+        and x.shape[0] > 0
+        and k.shape[0] > 0
+        and gdpa_hopper.applies(x, k, v, pairing, None, -1, -1)
+    )
+
+
+def launch_attend(x: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_k: Tensor, options: Options) -> Tensor:
+    """gdpa(x, k, v) + x (T_q, H, D), contiguous; the caller has asked ``attends``."""
+    # Imported here: Gluon exists for NVIDIA GPUs only, and not in every Triton.
+    from gem_kernels._src.attention.hopper.tiles import ROWS
+    from gem_kernels._src.gdpa.hopper_activation import pair_activation, scaled_activation
+    from gem_kernels._src.gdpa_norm_block.hopper_forward import attend_kernel
+
+    num_heads, dim = x.shape[1:]
+    offsets_q, offsets_k = offsets_q.contiguous(), offsets_k.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    pairs = pair_activation(options.activation, x.dtype)
+    if pairs is not None:
+        value, scale = pairs.value, options.post_scale * options.pre_scale * pairs.scale
+    else:
+        act = scaled_activation(options.activation)
+        value, scale = act.value, options.post_scale * act.value_scale
+    block_n, stages = gdpa_hopper.BLOCK_N, gdpa_hopper.STAGES[dim]
+    constants = {
+        "ACTIVATION": value,
+        "IN_PAIRS": pairs is not None,
+        "HAS_PRE_SCALE": pairs is None and options.pre_scale != 1.0,
+        "GROUP": num_heads // k.shape[1],
+        "STAGES": stages,
+        "BLOCK_N": block_n,
+        "D": dim,
+        "num_warps": 4,
+    }
+    arguments = (
+        descriptor(x, ROWS),
+        descriptor(k, block_n),
+        descriptor(v, block_n),
+        descriptor(out, ROWS),
+        out,
+        out.stride(0),
+        *once(query_chunks, x, offsets_q, offsets_k, block_n * stages),
+        num_heads,
+        options.pre_scale,
+        scale,
+    )
+    call(attend_kernel, multiprocessors(x.device), arguments, constants, x.device)
+    return out
+
+
+def makes_gradients(x: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
+    """Whether ``launch_attend_backward`` computes the gradients of this call: all keys of a sequence in one tile."""
+    return (
+        is_on_hopper(x)
+        and x.dtype in (torch.float16, torch.bfloat16)
+        and x.shape[2] == BACKWARD_HEAD_DIM
+        and k.shape[1] == x.shape[1]
+        and 0 < options.max_seqlen_k <= 128
+        and 0 < x.shape[0] <= MAX_ROWS
+        and 0 < k.shape[0] <= MAX_ROWS
+        and all(is_copyable(y) for y in (x, k, v))
+    )
+
+
+def _longest_first(offsets_q: Tensor, offsets_k: Tensor) -> Tensor:
+    """(B, 4) int32: first query row, query rows, first key row and keys of every sequence, most queries first."""
+    from gem_kernels._src.gdpa_norm_block.hopper_backward import BLOCK, OTHERS, order_kernel
+
+    num_sequences = offsets_q.shape[0] - 1
+    chunks = torch.empty(num_sequences, 4, dtype=torch.int32, device=offsets_q.device)
+    constants = {"BLOCK": BLOCK, "OTHERS": OTHERS}
+    arguments = (offsets_q, offsets_k, chunks, num_sequences)
+    call(order_kernel, triton.cdiv(num_sequences, BLOCK), arguments, constants, offsets_q.device)
+    return chunks
+
+
+def launch_attend_backward(
+    do: Tensor, x: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_k: Tensor, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, k and v from that of gdpa(x, k, v) + x (without x, unless there is a query residual).
+
+    All contiguous; the caller has asked ``makes_gradients``.
+    """
+    from gem_kernels._src.attention.hopper.tiles import ROWS, TILE_ROWS
+    from gem_kernels._src.gdpa.hopper_activation import scaled_activation
+    from gem_kernels._src.gdpa_norm_block.hopper_backward import attend_bwd_kernel
+
+    num_heads, dim = x.shape[1:]
+    offsets_q, offsets_k = offsets_q.contiguous(), offsets_k.contiguous()
+    dx, dk, dv = (torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in (x, k, v))
+    act = scaled_activation(options.activation)
+    arguments = (
+        descriptor(x, ROWS),
+        descriptor(do, ROWS),
+        descriptor(k, TILE_ROWS),
+        descriptor(v, TILE_ROWS),
+        descriptor(dx.view(x.shape[0], 2 * num_heads, dim // 2), ROWS),
+        descriptor(dk, ROWS),
+        descriptor(dv, ROWS),
+        dx,
+        dk,
+        dv,
+        dx.stride(0),
+        dk.stride(0),
+        once(_longest_first, offsets_q, offsets_k),
+        (offsets_q.shape[0] - 1) * num_heads,
+        num_heads,
+        options.pre_scale,
+        options.post_scale * act.value_scale,
+        options.pre_scale * options.post_scale * act.derivative_scale,
+    )
+    constants = {
+        "ACTIVATION": act.value,
+        "ACTIVATION_DERIVATIVE": act.derivative,
+        "HAS_PRE_SCALE": options.pre_scale != 1.0,
+        "ADD": options.query_residual,
+        "STAGES": BACKWARD_STAGES,
+        "KV_STAGES": BACKWARD_KV_STAGES,
+        "D": dim,
+        "num_warps": 4,
+    }
+    call(attend_bwd_kernel, multiprocessors(x.device), arguments, constants, x.device)
+    return dx, dk, dv

@@ -1,0 +1,87 @@
+"""The variants of the block's attention on Hopper that the compile test builds without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gem_kernels._src.attention.hopper.specs import hopper_spec
+from gem_kernels._src.compile_spec import CompileSpec
+
+
+def compile_specs() -> Sequence[CompileSpec]:
+    """The forward in both head dims and dtypes, the backward with and without options, and its order of sequences."""
+    # Imported here: only the compile test and CUDA launches need Gluon.
+    from gem_kernels._src.attention.hopper.tiles import ROWS, TILE_ROWS
+    from gem_kernels._src.gdpa.hopper_activation import pair_activation, scaled_activation
+    from gem_kernels._src.gdpa.hopper_launch import BLOCK_N, STAGES
+    from gem_kernels._src.gdpa_norm_block.hopper_backward import BLOCK, OTHERS, attend_bwd_kernel, order_kernel
+    from gem_kernels._src.gdpa_norm_block.hopper_forward import attend_kernel
+    from gem_kernels._src.gdpa_norm_block.hopper_launch import BACKWARD_HEAD_DIM, BACKWARD_KV_STAGES, BACKWARD_STAGES
+
+    act, pairs = scaled_activation("fast_gelu"), pair_activation("fast_gelu", torch.bfloat16)
+    assert pairs is not None
+    specs = []
+    for name, dim, in_pairs in (("bf16", 64, True), ("bf16", 128, True), ("fp16", 128, False)):
+        specs.append(
+            hopper_spec(
+                f"hopper-forward-{name}-D{dim}{'-pairs' if in_pairs else ''}",
+                attend_kernel,
+                name,
+                dim,
+                {"q_desc": ROWS, "k_desc": BLOCK_N, "v_desc": BLOCK_N, "out_desc": ROWS},
+                {
+                    "ACTIVATION": pairs.value if in_pairs else act.value,
+                    "IN_PAIRS": in_pairs,
+                    "HAS_PRE_SCALE": not in_pairs,
+                    "GROUP": 1,
+                    "STAGES": STAGES[dim],
+                    "BLOCK_N": BLOCK_N,
+                    "D": dim,
+                    "num_warps": 4,
+                },
+                max_spill_bytes=16,
+            )
+        )
+    dim = BACKWARD_HEAD_DIM
+    for name, options in (("bf16", False), ("bf16", True), ("fp16", True)):
+        specs.append(
+            hopper_spec(
+                f"hopper-backward-{name}-D{dim}{'-options' if options else ''}",
+                attend_bwd_kernel,
+                name,
+                dim,
+                dict.fromkeys(("x_desc", "do_desc", "dk_desc", "dv_desc"), ROWS)
+                | dict.fromkeys(("k_desc", "v_desc"), TILE_ROWS)
+                | {"dx_desc": (ROWS, dim // 2)},
+                {
+                    "ACTIVATION": act.value,
+                    "ACTIVATION_DERIVATIVE": act.derivative,
+                    "HAS_PRE_SCALE": options,
+                    "ADD": options,
+                    "STAGES": BACKWARD_STAGES,
+                    "KV_STAGES": BACKWARD_KV_STAGES,
+                    "D": dim,
+                    "num_warps": 4,
+                },
+                # Two accumulators of 64 registers beside two tiles of scores, and a third accumulator after them.
+                max_spill_bytes=448,
+            )
+        )
+    specs.append(
+        CompileSpec(
+            id="hopper-order",
+            kernel=order_kernel,
+            signature={
+                "offsets_q_ptr": "*i64",
+                "offsets_k_ptr": "*i64",
+                "chunks_ptr": "*i32",
+                "num_sequences": "i32",
+            },
+            constexprs={"BLOCK": BLOCK, "OTHERS": OTHERS},
+            aligned=("offsets_q_ptr", "offsets_k_ptr", "chunks_ptr"),
+            targets=(90,),
+        )
+    )
+    return specs
