@@ -24,7 +24,7 @@ from gem_kernels._src.attention.hopper.tiles import (
     num_key_tiles,
     store_tile,
 )
-from gem_kernels._src.gdpa.hopper_forward import _activate, _await_scores, _clean, _produce
+from gem_kernels._src.gdpa.hopper_forward import _activate, _await_scores, _produce
 
 _TILE_ROWS = gl.constexpr(TILE_ROWS)
 _ROWS = gl.constexpr(ROWS)
@@ -111,7 +111,7 @@ def _consume(
 @gluon.jit(do_not_specialize=["num_heads"])
 def attend_kernel(
     q_desc,  # (T_q, H * D), tiles of (64, D)
-    k_desc,  # (T_k, H_kv * D), tiles of (BLOCK_N, D)
+    k_desc,  # (T_k, H_kv * D), tiles of (BLOCK_N, D) that end with a sequence
     v_desc,
     out_desc,  # (T_q, H * D), tiles of (64, D)
     out_ptr,
@@ -134,17 +134,15 @@ def attend_kernel(
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [4, _ROWS, D], q_desc.layout)
     out_tiles = gl.allocate_shared_memory(dtype, [2, _ROWS, D], out_desc.layout)
-    k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], k_desc.layout)
-    v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], v_desc.layout)
+    ring_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], dtype)
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], ring_layout)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], ring_layout)
     q_ready = allocate_barriers(4)
     q_empty = allocate_barriers(4)
     k_ready = allocate_barriers(STAGES)
     k_empty = allocate_barriers(STAGES)
     v_ready = allocate_barriers(STAGES)
     v_empty = allocate_barriers(STAGES)
-    # Where the copy of a chunk's last tile reports, before the cleaner passes it on.
-    k_raw = allocate_barriers(STAGES)
-    v_raw = allocate_barriers(STAGES)
     for i in gl.static_range(4):
         mbarrier.init(q_ready.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
@@ -153,8 +151,6 @@ def attend_kernel(
         mbarrier.init(v_ready.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_empty.index(i), count=2)
-        mbarrier.init(k_raw.index(i), count=1)
-        mbarrier.init(v_raw.index(i), count=1)
     num_works = gl.load(num_chunks_ptr) * num_heads
     gl.warp_specialize(
         [
@@ -178,17 +174,10 @@ def attend_kernel(
                 _produce,
                 (
                     q_desc, k_desc, v_desc, chunks_ptr, q_tiles, k_ring, v_ring, q_ready, q_empty, k_ready, k_empty,
-                    v_ready, v_empty, k_raw, v_raw, num_works, num_heads, GROUP, STAGES, BLOCK_N, D,
-                ),
-            ),
-            (
-                _clean,
-                (
-                    chunks_ptr, k_ring, v_ring, k_ready, v_ready, k_raw, v_raw, num_works, num_heads, STAGES, BLOCK_N,
-                    D,
+                    v_ready, v_empty, num_works, num_heads, GROUP, STAGES, BLOCK_N, D,
                 ),
             ),
         ],
-        [4, 1, 1],
-        [232, 40, 40],
+        [4, 1],
+        [232, 40],
     )  # fmt: skip

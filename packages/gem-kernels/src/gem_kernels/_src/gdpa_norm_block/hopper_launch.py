@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from gem_kernels._src.attention.hopper.call import call, descriptor
+from gem_kernels._src.attention.hopper.call import call, descriptor, sequence_descriptor
 from gem_kernels._src.attention.hopper.launch import MAX_ROWS, is_copyable, is_on_hopper, multiprocessors, query_chunks
 from gem_kernels._src.attention.pairing import pair_sequences
 from gem_kernels._src.attention.reuse import once
@@ -64,8 +64,8 @@ def launch_attend(x: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_k:
     }
     arguments = (
         descriptor(x, ROWS),
-        descriptor(k, block_n),
-        descriptor(v, block_n),
+        sequence_descriptor(k, block_n),
+        sequence_descriptor(v, block_n),
         descriptor(out, ROWS),
         out,
         out.stride(0),

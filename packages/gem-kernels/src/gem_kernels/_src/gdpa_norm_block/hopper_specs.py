@@ -30,7 +30,7 @@ def compile_specs() -> Sequence[CompileSpec]:
                 attend_kernel,
                 name,
                 dim,
-                {"q_desc": ROWS, "k_desc": BLOCK_N, "v_desc": BLOCK_N, "out_desc": ROWS},
+                {"q_desc": ROWS, "out_desc": ROWS} | dict.fromkeys(("k_desc", "v_desc"), (1, 1, BLOCK_N, dim)),
                 {
                     "ACTIVATION": pairs.value if in_pairs else act.value,
                     "IN_PAIRS": in_pairs,
