@@ -76,7 +76,9 @@ def _wait_for(marker: Path, other: int, rank: int, deadline: float) -> str:
 def compare(digest: str, marker: Path, rank: int, *, world_size: int | None, timeout: float) -> None:
     """Compare the digests of all ranks: in the process group if there is one, else through files beside the marker.
 
-    Without a process group a rank compares with rank 0, and rank 0 with all others if it knows how many there are.
+    Without a process group a rank compares with rank 0, and rank 0 with all others if it knows how many there are. A
+    rank that is done before another begins may read what that one wrote in an earlier job. Then the other reads what
+    this one has just written, if every rank has called ``forget_digests`` first: at least one finds a difference.
 
     Raises:
         RanksDifferError: naming the ranks that differ.
