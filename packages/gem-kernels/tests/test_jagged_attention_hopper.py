@@ -1,7 +1,10 @@
 """Hopper's kernels of jagged attention: when they are taken, and that they agree with float64 on the GPU."""
 
 import math
+import subprocess
+import sys
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ import torch
 from gem_kernels import jagged_attention, reference
 from gem_kernels._src.attention.hopper.launch import portable_only
 from gem_kernels._src.attention.pairing import pair_sequences
-from gem_kernels._src.jagged_attention import hopper_launch
+from gem_kernels._src.jagged_attention import hopper_launch, hopper_units
 from gem_kernels._src.jagged_attention.bias import Bias
 from gem_kernels._src.jagged_attention.hopper_stats import launch_stats
 from gem_kernels.testing import assert_matches_oracle, attention_inputs, random_lengths, summation_floor
@@ -124,6 +127,84 @@ def test_the_backward_launches_give_every_argument_of_the_kernels_its_place(reco
     assert of_keys["stride_s"] == of_queries["stride_s"] == 144
 
 
+@pytest.mark.parametrize(
+    ("queries", "keys", "expected"), [(12288, 12288, True), (12287, 12288, False), (12288, 12287, False)]
+)
+def test_one_kernel_is_for_sequences_of_4096_rows_in_the_mean(queries, keys, expected):
+    q, k = (torch.empty(rows, 4, 128, device="meta") for rows in (queries, keys))
+    assert hopper_launch.is_onepass(q, k, torch.zeros(4)) == expected
+
+
+def test_the_launch_of_one_kernel_gives_every_argument_its_place(recorded, interpreter, monkeypatch):
+    from gem_kernels._src.jagged_attention import hopper_onepass
+
+    places = torch.zeros(5, 4, dtype=torch.int32), torch.zeros(5, dtype=torch.int32), torch.ones(1)
+    asked, finished = [], []
+    monkeypatch.setattr(hopper_units, "make_units", lambda *args, **options: asked.append((args, options)) or places)
+    monkeypatch.setattr(hopper_onepass, "finish", lambda *args: finished.append(args))
+    monkeypatch.setattr(hopper_launch, "is_onepass", lambda *_: True)
+    x = attention_inputs((130,), (70,), num_heads=4, num_heads_kv=2, head_dim=128, dtype=torch.bfloat16)
+    out, lse = torch.zeros_like(x.q), torch.zeros(130, 4)
+    saved = (out, lse, x.offsets_q, x.offsets_k)
+    dq, dk, dv = hopper_launch.launch_hopper_backward(x.do, None, x.q, x.k, x.v, *saved, 0.5)
+    (given,) = recorded
+    tensors = {"q": x.q, "do": x.do, "k": x.k, "v": x.v, "dk": dk, "dv": dv}
+    check_descriptors(given, tensors, {"q": 64, "do": 64, "k": 128, "v": 128, "dk": 64, "dv": 64})
+    assert given["dk_ptr"] is dk
+    assert given["dv_ptr"] is dv
+    assert (given["stride_dt"], given["stride_st"], given["num_heads_kv"]) == (256, 512, 2)
+    assert (given["chunks_ptr"], given["blocks_ptr"], given["num_chunks_ptr"]) == places
+    assert asked == [((x.offsets_q, x.offsets_k, 70), {"tile_rows": 128, "side": 8})]
+    assert finished == [(given["sums_ptr"], given["stats_ptr"], dq, 0.5)]
+    assert given["sums_ptr"].dtype == torch.float32
+    assert given["sums_desc"].base.data_ptr() == given["sums_ptr"].data_ptr()
+    assert given["sums_desc"].block_shape == [64, 64]
+    assert given["sums_desc"].shape == [130, 512]
+    assert given["turns_ptr"].shape == (130 * 4 * 2,)
+    assert given["claims_ptr"].shape == (1,)
+    assert not given["turns_ptr"].any()
+    assert not given["claims_ptr"].any()
+    assert (given["stats_ptr"].shape, given["stride_s"]) == ((8, 144), 144)
+    assert (given["GROUP"], given["programs"], given["ds_scale"]) == (2, 132, 0.5)
+    assert given["scale_log2"] == pytest.approx(0.5 * math.log2(math.e))
+
+
+@pytest.mark.parametrize("side", [1, 4])
+def test_tiles_of_a_few_sequences_take_turns(side, interpreter):
+    lengths_q, lengths_k = (5, 300, 0, 70, 64, 200), (300, 0, 128, 257, 129, 1000)
+    x = attention_inputs(lengths_q, lengths_k, head_dim=16)
+    units = hopper_units.make_units(x.offsets_q, x.offsets_k, x.k.shape[0], tile_rows=128, side=side)
+    count = int(units.num_chunks)
+    rows = torch.cat([units.chunks, units.blocks[:, None]], 1)[:count].tolist()
+    firsts_q, firsts_k = x.offsets_q.tolist(), x.offsets_k.tolist()
+    expected = [
+        [firsts_k[b] + 128 * i, min(lengths_k[b] - 128 * i, 128), firsts_q[b], lengths_q[b], i]
+        for b in range(6)
+        for i in range(-(-lengths_k[b] // 128))
+    ]
+    assert sorted(rows) == sorted(expected)
+    places = {(row[0] - 128 * row[4], row[4]): place for place, row in enumerate(rows)}
+    for (first, block), place in places.items():
+        assert block == 0 or places[first, block - 1] < place
+    # By work: 200 x 1000, 70 x 257, 64 x 129, then 5 x 300.
+    most = [places[firsts_k[5], i] for i in range(8)]
+    assert [b - a for a, b in pairwise(most)] == ([1] * 7 if side == 1 else [4, 4, 3, 1, 1, 1, 1])
+
+
+def test_sums_are_scaled_and_rounded_and_rows_without_keys_are_zero(interpreter):
+    from gem_kernels._src.jagged_attention.hopper_onepass import finish
+
+    sums = torch.randn(45, 3, 64, generator=torch.Generator().manual_seed(0))
+    stats = torch.zeros(6, 48)
+    stats[2, 7] = math.inf
+    sums[7, 1] = math.nan
+    dq = torch.full((45, 3, 64), math.nan, dtype=torch.float16)
+    finish(sums, stats, dq, 0.5)
+    assert not dq[7, 1].any()
+    sums[7, 1] = 0
+    assert torch.equal(dq, (sums * 0.5).half())
+
+
 @pytest.mark.parametrize("has_dlse", [False, True])
 def test_row_statistics_lie_head_by_head(has_dlse, interpreter):
     x = attention_inputs((37,), num_heads=3, head_dim=64)
@@ -160,6 +241,13 @@ def launches(monkeypatch):
     count("forward")
     count("backward")
     return names
+
+
+@pytest.fixture(params=["onepass", "twice"])
+def form(request, monkeypatch):
+    """Which form of the backward, whatever the lengths."""
+    monkeypatch.setattr(hopper_launch, "is_onepass", lambda *_: request.param == "onepass")
+    return request.param
 
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -212,11 +300,51 @@ GPU_LENGTHS = [
 ]
 
 
+ENDS = """
+import torch
+from gem_kernels import jagged_attention
+from gem_kernels._src.attention.hopper.launch import portable_only
+from gem_kernels._src.jagged_attention import hopper_launch
+from gem_kernels.testing import attention_inputs
+
+asked = []
+hopper_launch.is_onepass = lambda *_: asked.append(1) or True
+for lengths in (((64,) * 200 + (130,), (256,) * 201), ((5,) * 200 + (130,), (3,) * 200 + (128,)), ((65, 130), (40000, 128))):
+    for heads_kv in (4, 2):
+        heads = dict(num_heads=4, num_heads_kv=heads_kv, head_dim=128)
+        x = attention_inputs(*lengths, **heads, dtype=torch.bfloat16, device="cuda")
+        q, k, v = (t.detach().requires_grad_() for t in (x.q, x.k, x.v))
+        options = dict(offsets_q=x.offsets_q, offsets_k=x.offsets_k, max_seqlen_q=x.max_seqlen_q)
+        out = jagged_attention(q, k, v, max_seqlen_k=x.max_seqlen_k, **options)
+        results = torch.autograd.grad(out, (q, k, v), x.do, retain_graph=True)
+        torch.cuda.synchronize()
+        with portable_only():
+            portable = torch.autograd.grad(out, (q, k, v), x.do)
+        for a, b in zip(results, portable):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * float(b.abs().max()))
+assert len(asked) == 6
+"""
+
+
+@pytest.mark.gpu
+def test_gpu_onepass_ends_where_sequences_have_one_query_tile_or_many_key_tiles(launches):
+    """In a process of its own: a kernel that waits for what never comes would take this one along."""
+    try:
+        run = subprocess.run([sys.executable, "-c", ENDS], timeout=240, capture_output=True, text=True)
+    except subprocess.TimeoutExpired:
+        pytest.fail("the kernel stands still")
+    assert run.returncode == 0, run.stderr
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", GPU_LENGTHS, ids=[str(i) for i in range(len(GPU_LENGTHS))])
 @pytest.mark.parametrize("heads_kv", [4, 2])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gpu_hopper_matches_oracle(lengths, heads_kv, dtype, launches, poisoned_empty):
+@pytest.mark.parametrize(
+    ("dtype", "form"),
+    [(torch.bfloat16, "onepass"), (torch.bfloat16, "twice"), (torch.float16, "twice")],
+    indirect=["form"],
+)
+def test_gpu_hopper_matches_oracle(lengths, heads_kv, dtype, launches, form, poisoned_empty):
     x = attention_inputs(*lengths, num_heads=4, num_heads_kv=heads_kv, head_dim=128, dtype=dtype, device="cuda")
     check(x, 128**-0.5)
     takes_backward = dtype == torch.bfloat16 and x.max_seqlen_k >= 128
@@ -224,7 +352,7 @@ def test_gpu_hopper_matches_oracle(lengths, heads_kv, dtype, launches, poisoned_
 
 
 @pytest.mark.gpu
-def test_gpu_hopper_takes_the_gradient_of_the_lse(launches, poisoned_empty):
+def test_gpu_hopper_takes_the_gradient_of_the_lse(launches, form, poisoned_empty):
     lengths = ((1, 63, 64, 65, 129, 300), (7, 64, 65, 1, 300, 513))
     x = attention_inputs(*lengths, num_heads=4, head_dim=128, dtype=torch.bfloat16, device="cuda")
     dlse = torch.randn(x.q.shape[:2], generator=torch.Generator().manual_seed(1)).cuda()
@@ -233,7 +361,7 @@ def test_gpu_hopper_takes_the_gradient_of_the_lse(launches, poisoned_empty):
 
 
 @pytest.mark.gpu
-def test_gpu_hopper_counts_no_masked_key_where_all_scores_are_far_below_zero(launches):
+def test_gpu_hopper_counts_no_masked_key_where_all_scores_are_far_below_zero(launches, form):
     x = attention_inputs((200, 7), (300, 65), num_heads=2, head_dim=128, dtype=torch.bfloat16, device="cuda")
     x = x._replace(q=x.q.abs() + 1, k=-x.k.abs() - 1)
     out, lse, *gradients = call(x, scale=0.5)
@@ -257,7 +385,7 @@ def test_gpu_hopper_without_keys_gives_zero(launches):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3.0])
-def test_gpu_hopper_lets_no_sequence_reach_another(value, launches):
+def test_gpu_hopper_lets_no_sequence_reach_another(value, launches, form):
     lengths_q, lengths_k = (70, 33, 150, 9) * 50, (70, 20, 140, 3) * 50
     x = attention_inputs(lengths_q, lengths_k, num_heads=2, head_dim=128, dtype=torch.bfloat16, device="cuda")
     before = call(x)
@@ -275,7 +403,7 @@ def test_gpu_hopper_lets_no_sequence_reach_another(value, launches):
 
 
 @pytest.mark.gpu
-def test_gpu_hopper_reads_views_of_one_projection(launches):
+def test_gpu_hopper_reads_views_of_one_projection(launches, form):
     lengths = random_lengths(40, 300, seed=0)
     x = attention_inputs(lengths, num_heads=2, head_dim=128, dtype=torch.bfloat16, device="cuda")
     fused = torch.cat([x.q, x.k, x.v], 1)
@@ -287,7 +415,7 @@ def test_gpu_hopper_reads_views_of_one_projection(launches):
 
 
 @pytest.mark.gpu
-def test_gpu_hopper_agrees_with_the_portable_kernel_and_with_itself(launches):
+def test_gpu_hopper_agrees_with_the_portable_kernel_and_with_itself(launches, form):
     lengths = random_lengths(300, 700, seed=0)
     x = attention_inputs(lengths, num_heads=4, head_dim=128, dtype=torch.bfloat16, device="cuda")
     results = call(x)

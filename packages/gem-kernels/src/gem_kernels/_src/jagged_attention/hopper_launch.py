@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,11 @@ DQ_BLOCK_N = 64
 DQ_STAGES = 4
 DKDV_STAGES = 3
 """Of 64 query rows each."""
+ONEPASS_STAGES = 2
+ONEPASS_MEAN_ROWS = 4096
+"""Queries and keys of a sequence, in the mean, from which on the backward is one kernel."""
+SIDE_HEADS = 16
+"""Sequences times key heads whose tiles of keys take turns in it."""
 
 
 def applies(q: Tensor, k: Tensor, v: Tensor, pairing: Pairing, left: int, right: int, bias: Bias) -> bool:
@@ -49,6 +55,14 @@ def backward_applies(
     capability.
     """
     return q.dtype == torch.bfloat16 and max_seqlen_k >= MIN_SEQLEN and applies(q, k, v, pairing, left, right, bias)
+
+
+def is_onepass(q: Tensor, k: Tensor, offsets_k: Tensor) -> bool:
+    """Whether the backward is one kernel that adds dq in float32: 4 bytes of memory more for each element of q.
+
+    Where sequences are shorter it is two, which compute the scores twice. A pure function of shapes.
+    """
+    return min(q.shape[0], k.shape[0]) >= ONEPASS_MEAN_ROWS * (offsets_k.shape[0] - 1)
 
 
 def launch_hopper_forward(
@@ -95,56 +109,135 @@ def launch_hopper_backward(
 
     ``out`` (T_q, H, D) and ``lse`` (T_q, H) are contiguous.
     """
+    from gem_kernels._src.jagged_attention.hopper_stats import launch_stats
+
+    do = do if is_copyable(do) else do.contiguous()
+    with device_guard(q):
+        stats = launch_stats(out, do, lse, dlse)
+        launch = _launch_onepass if is_onepass(q, k, offsets_k) else _launch_twice
+        return launch(do, q, k, v, stats, offsets_q, offsets_k, scale)
+
+
+def _launch_twice(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    stats: Tensor,
+    offsets_q: Tensor,
+    offsets_k: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One kernel for the gradients of keys and values, and one for that of the queries."""
     from gem_kernels._src.attention.hopper.tiles import ROWS, TILE_ROWS
     from gem_kernels._src.jagged_attention.hopper_backward import (
         _jagged_attention_hopper_dkdv_kernel,
         _jagged_attention_hopper_dq_kernel,
     )
-    from gem_kernels._src.jagged_attention.hopper_stats import launch_stats
 
-    do = do if is_copyable(do) else do.contiguous()
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     num_heads, num_heads_kv = q.shape[1], k.shape[1]
     group = num_heads // num_heads_kv
     scale_log2 = scale * math.log2(math.e)
     programs = multiprocessors(q.device)
-    with device_guard(q):
-        stats = launch_stats(out, do, lse, dlse)
-        dkdv_arguments = (
-            descriptor(q, ROWS),
-            descriptor(do, ROWS),
-            descriptor(k, TILE_ROWS),
-            descriptor(v, TILE_ROWS),
-            descriptor(dk, ROWS),
-            descriptor(dv, ROWS),
-            dk,
-            dv,
-            dk.stride(0),
-            stats,
-            stats.stride(0),
-            # Chunks of keys, with the queries in the place of the other side.
-            *once(make_schedule, offsets_k, offsets_q, k.shape[0], tile_rows=TILE_ROWS, resident_keys=0, max_tiles=1),
-            num_heads_kv,
-            scale_log2,
-            scale,
-        )
-        constants = {"GROUP": group, "STAGES": DKDV_STAGES, "D": HEAD_DIM, "num_warps": 4}
-        call(_jagged_attention_hopper_dkdv_kernel, programs, dkdv_arguments, constants, q.device)
-        dq_arguments = (
-            descriptor(q, ROWS),
-            descriptor(do, ROWS),
-            descriptor(k, DQ_BLOCK_N),
-            descriptor(v, DQ_BLOCK_N),
-            descriptor(dq, ROWS),
-            dq,
-            dq.stride(0),
-            stats,
-            stats.stride(0),
-            *once(make_schedule, offsets_q, offsets_k, q.shape[0], tile_rows=TILE_ROWS, resident_keys=0, max_tiles=1),
-            num_heads,
-            scale_log2,
-            scale,
-        )
-        constants = {"GROUP": group, "STAGES": DQ_STAGES, "BLOCK_N": DQ_BLOCK_N, "D": HEAD_DIM, "num_warps": 4}
-        call(_jagged_attention_hopper_dq_kernel, programs, dq_arguments, constants, q.device)
+    dkdv_arguments = (
+        descriptor(q, ROWS),
+        descriptor(do, ROWS),
+        descriptor(k, TILE_ROWS),
+        descriptor(v, TILE_ROWS),
+        descriptor(dk, ROWS),
+        descriptor(dv, ROWS),
+        dk,
+        dv,
+        dk.stride(0),
+        stats,
+        stats.stride(0),
+        # Chunks of keys, with the queries in the place of the other side.
+        *once(make_schedule, offsets_k, offsets_q, k.shape[0], tile_rows=TILE_ROWS, resident_keys=0, max_tiles=1),
+        num_heads_kv,
+        scale_log2,
+        scale,
+    )
+    constants = {"GROUP": group, "STAGES": DKDV_STAGES, "D": HEAD_DIM, "num_warps": 4}
+    call(_jagged_attention_hopper_dkdv_kernel, programs, dkdv_arguments, constants, q.device)
+    dq_arguments = (
+        descriptor(q, ROWS),
+        descriptor(do, ROWS),
+        descriptor(k, DQ_BLOCK_N),
+        descriptor(v, DQ_BLOCK_N),
+        descriptor(dq, ROWS),
+        dq,
+        dq.stride(0),
+        stats,
+        stats.stride(0),
+        *once(make_schedule, offsets_q, offsets_k, q.shape[0], tile_rows=TILE_ROWS, resident_keys=0, max_tiles=1),
+        num_heads,
+        scale_log2,
+        scale,
+    )
+    constants = {"GROUP": group, "STAGES": DQ_STAGES, "BLOCK_N": DQ_BLOCK_N, "D": HEAD_DIM, "num_warps": 4}
+    call(_jagged_attention_hopper_dq_kernel, programs, dq_arguments, constants, q.device)
     return dq, dk, dv
+
+
+def _launch_onepass(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    stats: Tensor,
+    offsets_q: Tensor,
+    offsets_k: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All three in one kernel, dq in float32 sums that another one rounds."""
+    from gem_kernels._src.attention.hopper.tiles import ROWS, TILE_ROWS
+    from gem_kernels._src.jagged_attention.hopper_onepass import (
+        _jagged_attention_hopper_onepass_kernel,
+        finish,
+    )
+    from gem_kernels._src.jagged_attention.hopper_units import make_units
+
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    sums = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    # Claims of units of work, and turns: from a multiple of 16 bytes, as other alignments are other variants.
+    counters = torch.zeros(4 + 2 * q.shape[0] * q.shape[1], dtype=torch.int32, device=q.device)
+    num_heads_kv = k.shape[1]
+    side = 1 << max(SIDE_HEADS // num_heads_kv, 1).bit_length() - 1
+    arguments = (
+        descriptor(q, ROWS),
+        descriptor(do, ROWS),
+        descriptor(k, TILE_ROWS),
+        descriptor(v, TILE_ROWS),
+        descriptor(dk, ROWS),
+        descriptor(dv, ROWS),
+        sums_descriptor(sums, ROWS),
+        dk,
+        dv,
+        dk.stride(0),
+        stats,
+        stats.stride(0),
+        sums,
+        sums.stride(0),
+        counters[4:],
+        counters[:1],
+        *once(make_units, offsets_q, offsets_k, k.shape[0], tile_rows=TILE_ROWS, side=side),
+        num_heads_kv,
+        scale * math.log2(math.e),
+        scale,
+    )
+    constants = {"GROUP": q.shape[1] // num_heads_kv, "STAGES": ONEPASS_STAGES, "D": HEAD_DIM, "num_warps": 4}
+    call(_jagged_attention_hopper_onepass_kernel, multiprocessors(q.device), arguments, constants, q.device)
+    finish(sums, stats, dq, scale)
+    return dq, dk, dv
+
+
+def sums_descriptor(sums: Tensor, rows: int) -> Any:
+    """As ``descriptor``, of float32 sums (T, H, D), contiguous, in tiles (rows, D / 2): each consumer's half."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    matrix = sums.flatten(1)
+    block = [rows, HEAD_DIM // 2]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float32)
+    return TensorDescriptor(matrix, list(matrix.shape), [matrix.shape[1], 1], block, layout)

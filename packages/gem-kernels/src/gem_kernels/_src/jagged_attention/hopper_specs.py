@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+from gem_kernels._src.attention.hopper.schedule import BLOCK, OTHERS
 from gem_kernels._src.attention.hopper.specs import hopper_spec
 from gem_kernels._src.compile_spec import CompileSpec
 from gem_kernels._src.jagged_attention.hopper_launch import (
@@ -13,13 +15,18 @@ from gem_kernels._src.jagged_attention.hopper_launch import (
     DQ_BLOCK_N,
     DQ_STAGES,
     HEAD_DIM,
+    ONEPASS_STAGES,
     STAGES,
 )
 from gem_kernels._src.jagged_attention.hopper_stats import BLOCK_R, _jagged_attention_hopper_stats_kernel
+from gem_kernels._src.jagged_attention.hopper_units import (
+    _jagged_attention_hopper_order_kernel,
+    _jagged_attention_hopper_units_kernel,
+)
 
 
 def compile_specs() -> Sequence[CompileSpec]:
-    """The forward in both dtypes, the backward in bfloat16, both also with grouped heads."""
+    """The forward in both dtypes, the backward's two forms in bfloat16, all also with grouped heads."""
     # Imported here: only the compile test and CUDA launches need Gluon.
     from gem_kernels._src.attention.hopper.tiles import ROWS, TILE_ROWS
     from gem_kernels._src.jagged_attention.hopper_backward import (
@@ -27,15 +34,16 @@ def compile_specs() -> Sequence[CompileSpec]:
         _jagged_attention_hopper_dq_kernel,
     )
     from gem_kernels._src.jagged_attention.hopper_forward import _jagged_attention_hopper_fwd_kernel
+    from gem_kernels._src.jagged_attention.hopper_onepass import _jagged_attention_hopper_onepass_kernel
 
+    key_tile = (1, 1, BLOCK_N, HEAD_DIM)
     specs = [
         hopper_spec(
             f"hopper-forward-{name}-group{group}",
             _jagged_attention_hopper_fwd_kernel,
             name,
             HEAD_DIM,
-            {"q_desc": ROWS, "out_desc": (1, 1, ROWS, HEAD_DIM)}
-            | dict.fromkeys(("k_desc", "v_desc"), (1, 1, BLOCK_N, HEAD_DIM)),
+            {"q_desc": ROWS, "k_desc": key_tile, "v_desc": key_tile, "out_desc": (1, 1, ROWS, HEAD_DIM)},
             {"GROUP": group, "STAGES": STAGES, "BLOCK_N": BLOCK_N, "D": HEAD_DIM, "num_warps": 4},
             # Between query tiles, with ptxas 12.8, which comes with Triton 3.6.
             max_spill_bytes=160,
@@ -67,8 +75,77 @@ def compile_specs() -> Sequence[CompileSpec]:
             ),
         ]
         specs += [replace(spec, signature={**spec.signature, "stats_ptr": "*fp32"}) for spec in backward]
+        onepass = hopper_spec(
+            f"hopper-onepass-bf16-group{group}",
+            _jagged_attention_hopper_onepass_kernel,
+            "bf16",
+            HEAD_DIM,
+            {"q_desc": ROWS, "do_desc": ROWS, "k_desc": TILE_ROWS, "v_desc": TILE_ROWS}
+            | {"dk_desc": ROWS, "dv_desc": ROWS},
+            {**common, "STAGES": ONEPASS_STAGES},
+            # In the roles of one warp, and between units of work; 136 bytes with ptxas 12.8.
+            max_spill_bytes=320,
+        )
+        types = {"stats_ptr": "*fp32", "sums_ptr": "*fp32", "turns_ptr": "*i32", "blocks_ptr": "*i32"}
+        types["claims_ptr"] = "*i32"
+        types["sums_desc"] = _sums_type(ROWS)
+        # In the order of the kernel's arguments.
+        names = [name for name in _jagged_attention_hopper_onepass_kernel.arg_names if name not in onepass.constexprs]
+        specs.append(replace(onepass, signature={name: types.get(name) or onepass.signature[name] for name in names}))
     specs += [_stats_spec(has_dlse) for has_dlse in (True, False)]
-    return specs
+    return specs + _onepass_helpers()
+
+
+def _onepass_helpers() -> list[CompileSpec]:
+    """What is launched before and behind the backward in one kernel."""
+    from gem_kernels._src.attention.hopper.tiles import TILE_ROWS
+    from gem_kernels._src.jagged_attention.hopper_onepass import FINISH_ROWS, _jagged_attention_hopper_finish_kernel
+
+    offsets = {"offsets_q_ptr": "*i64", "offsets_k_ptr": "*i64"}
+    count = {"num_sequences": "i32"}
+    units = dict.fromkeys(("order_ptr", "chunks_ptr", "blocks_ptr", "num_chunks_ptr"), "*i32")
+    kernels: list[tuple[str, Any, dict[str, str], dict[str, int | bool]]] = [
+        (
+            f"hopper-order{'-sorted' if is_sorted else ''}",
+            _jagged_attention_hopper_order_kernel,
+            {**offsets, "order_ptr": "*i32", **count},
+            {"SORTED": is_sorted, "BLOCK": BLOCK, "OTHERS": OTHERS // 2},
+        )
+        for is_sorted in (True, False)
+    ]
+    kernels += [
+        (
+            "hopper-units",
+            _jagged_attention_hopper_units_kernel,
+            {**offsets, **units, **count},
+            {"TILE_ROWS": TILE_ROWS, "SIDE": 4, "OTHERS": OTHERS},
+        ),
+        (
+            "hopper-finish",
+            _jagged_attention_hopper_finish_kernel,
+            {"sums_ptr": "*fp32", "stats_ptr": "*fp32", "dq_ptr": "*bf16"}
+            | {"stride_s": "i32", "num_rows": "i32", "num_heads": "i32", "scale": "fp32"},
+            {"D": HEAD_DIM, "BLOCK_R": FINISH_ROWS},
+        ),
+    ]
+    return [
+        CompileSpec(
+            id=name,
+            kernel=kernel,
+            signature=signature,
+            constexprs=constexprs,
+            aligned=tuple(x for x in signature if x.endswith("_ptr") or x.startswith("stride")),
+            targets=(90,),
+        )
+        for name, kernel, signature, constexprs in kernels
+    ]
+
+
+def _sums_type(rows: int) -> str:
+    from triton.experimental.gluon import language as gl
+
+    block = [rows, HEAD_DIM // 2]
+    return f"tensordesc<fp32{block},{gl.NVMMASharedLayout.get_default_for(block, gl.float32)!r}>"
 
 
 def _stats_spec(has_dlse: bool) -> CompileSpec:
