@@ -107,7 +107,7 @@ def make_inputs(shape: Shape, device: torch.device) -> AttentionInputs:
 
 
 def make_providers(x: AttentionInputs) -> dict[str, Block]:
-    """Ours, the block of single ops, and its attention without norms and residuals."""
+    """Ours, ours with rows kept for the backward, single ops, and their attention without norms and residuals."""
     options = {
         "offsets_q": x.offsets_q,
         "offsets_k": x.offsets_k,
@@ -124,6 +124,7 @@ def make_providers(x: AttentionInputs) -> dict[str, Block]:
 
     providers: dict[str, Block] = {
         "gdpa_norm_block": lambda q, k, v: gdpa_norm_block(q, k, v, eps=EPS, **options),
+        "gdpa_norm_block, kept": lambda q, k, v: gdpa_norm_block(q, k, v, eps=EPS, recompute=False, **options),
         "single ops": single_ops,
     }
     if x.q.is_cuda:
