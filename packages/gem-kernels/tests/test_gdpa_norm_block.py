@@ -366,6 +366,23 @@ def test_keeps_its_inputs_and_three_numbers_per_row_and_two_rows_on_request(reco
     assert new == [(x.q.shape[0],)] * 3 + [tuple(x.q.shape)] * (0 if recompute else 2)
 
 
+def test_inference_keeps_nothing(monkeypatch):
+    from gem_kernels import gdpa_norm_block as module_function
+
+    seen = []
+    op = module_function.__globals__["gdpa_norm_block_op"]
+    monkeypatch.setitem(
+        module_function.__globals__, "gdpa_norm_block_op", lambda *args: seen.append(op(*args)) or seen[-1]
+    )
+    case = CASES[0]
+    x, _ = case.inputs(torch.float32)
+    sides = {"offsets_q": x.offsets_q, "offsets_k": x.offsets_k, "max_seqlen_q": 33, "max_seqlen_k": 16}
+    with torch.no_grad():
+        gdpa_norm_block(x.q, x.k, x.v, **sides, recompute=False)
+    gdpa_norm_block(x.q, x.k, x.v, **sides, recompute=False)
+    assert [out[4].shape[0] for out in seen] == [0, x.q.shape[0]]
+
+
 def test_few_keys_keep_nothing(few_keys_rule):
     case = CASES[0]
     x, _ = case.inputs(torch.bfloat16)

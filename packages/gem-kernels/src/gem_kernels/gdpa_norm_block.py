@@ -9,6 +9,7 @@ Source: the GDPA block of Meta's GEM training posts and ads_model_kernel_library
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from gem_kernels._src.attention.schedule import AttentionSchedule, check_schedule
@@ -141,6 +142,7 @@ def gdpa_norm_block(
         float(eps),
         validate,
         token,
-        recompute,
+        # Without a backward nothing is kept for it.
+        recompute or not torch.is_grad_enabled(),
     )
     return out
