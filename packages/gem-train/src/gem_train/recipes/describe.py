@@ -22,9 +22,9 @@ from gem_train.world import World
 
 __all__ = ["describe_dense", "describe_run", "measure_activations"]
 
-MAX_MEASURED = 20_000_000
+MAX_MEASURED = 5_000_000
 """Parameters of the largest model that is run to see what it saves."""
-NUM_MEASURED = 4
+NUM_MEASURED = 2
 """Samples that it is run with, and with twice as many."""
 
 
@@ -75,7 +75,7 @@ def describe_dense(
     """The model's FSDP units in the order they run, with FLOPs and saved bytes per sample.
 
     Parameters and FLOPs are counted on the meta device. Saved bytes are measured by running the model on the CPU; a
-    model above 20 million parameters is run at two small widths and what they save continued linearly, as every saved
+    model above 5 million parameters is run at two small widths and what they save continued linearly, as every saved
     tensor's size is linear in the widths.
 
     Args:
