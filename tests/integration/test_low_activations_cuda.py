@@ -1,11 +1,13 @@
 """The model under bf16_activations on CUDA, where kernels of their own take part, beside float32 and torch's ops."""
 
+import sys
+
 import pytest
 import torch
 
 from gem_kernels._src.jagged_attention import backward as attention_backward
 from gem_model import RankingModel, presets, random_batch
-from gem_model._src import blocks, events, interaction
+from gem_model._src import blocks, events, interaction, sequence_layer
 from gem_precision import convert, get_recipe
 from gem_precision._src import cast_once
 
@@ -26,6 +28,9 @@ def without_kernels(patch):
     patch.setattr(events, "join_columns", plain_events)
     patch.setattr(cast_once, "DEVICES", ())
     patch.setattr(attention_backward, "few_queries", lambda *_: False)
+    patch.setattr(sequence_layer, "joins_products", lambda *_: False)
+    patch.setattr(blocks, "gate", lambda x, z: x * torch.sigmoid(z))
+    patch.setattr(sys.modules["gem_kernels.jagged_attention"], "launches_directly", lambda *_: False)
 
 
 def results(model, batch, embeddings):

@@ -1,5 +1,7 @@
 """Tiles of short windows and few queries: which calls take them, and that results do not change."""
 
+import os
+
 import pytest
 import torch
 
@@ -11,6 +13,9 @@ from gem_kernels._src.jagged_attention.configs import SMALL, select
 from gem_kernels._src.jagged_attention.short import FEW_QUERIES, WINDOW, fit_pairs
 
 HOPPER = (9, 0)
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="runs kernels on CPU tensors: needs TRITON_INTERPRET=1"
+)
 
 
 def sizes(config):
@@ -51,6 +56,51 @@ def test_others_keep_their_tiles(kernel):
     table = torch.zeros(1, 3)
     assert fit_pairs(kernel, usual, 64, pairing(), *window, Bias(position=table)) is usual
     assert fit_pairs(kernel, usual, 64, pairing(broadcast_q=True), *window, Bias()) is usual
+
+
+def thirds(dtype, device="cpu"):
+    """Queries, keys and values side by side, and alone; offsets."""
+    offsets = torch.tensor([0, 5, 5, 75, 208]).to(device)
+    rows = torch.randn(208, 3, 2, 32, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    return rows.unbind(1), [x.contiguous() for x in rows.unbind(1)], offsets
+
+
+@interpreted
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("window", [(16, 16), (0, 200), (-1, 3)])
+def test_gradients_lie_side_by_side_as_their_tensors_do(window):
+    from gem_kernels._src.jagged_attention.backward import launch_backward
+    from gem_kernels._src.jagged_attention.forward import launch_forward
+    from gem_kernels._src.jagged_attention.packed import are_thirds
+
+    beside, alone, offsets = thirds(torch.float16)
+    assert are_thirds(*beside)
+    assert not are_thirds(*alone)
+    assert not are_thirds(beside[0], beside[2], beside[1])
+    sides = (offsets, offsets, 133, 133, 0.2, *window)
+    out, lse = launch_forward(*beside, *sides)
+    do = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).half()
+    packed = launch_backward(do, None, *beside, out, lse, *sides)
+    assert are_thirds(*packed)
+    for x, y in zip(packed, launch_backward(do, None, *alone, out, lse, *sides), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.gpu
+def test_cuda_gradients_of_one_product_are_one_tensor():
+    from gem_kernels.join_columns import split_thirds
+
+    _, alone, offsets = thirds(torch.bfloat16, "cuda")
+    rows = torch.cat([x.flatten(1) for x in alone], dim=1).requires_grad_()
+    sides = {"offsets_q": offsets, "offsets_k": offsets, "max_seqlen_q": 133, "max_seqlen_k": 133}
+    q, k, v = (x.view(-1, 2, 32) for x in split_thirds(rows))
+    out = jagged_attention(q, k, v, **sides, window_size=(16, 16))
+    do = torch.randn_like(out)
+    joined = torch.autograd.grad(out, rows, do)[0]
+    leaves = [x.requires_grad_() for x in alone]
+    out = jagged_attention(*leaves, **sides, window_size=(16, 16))
+    expected = torch.autograd.grad(out, leaves, do)
+    assert torch.equal(joined, torch.cat([x.flatten(1) for x in expected], dim=1))
 
 
 @pytest.mark.gpu

@@ -59,6 +59,27 @@ def test_interpreted_kernels(rows, layout):
             assert part is None if dtype is None else torch.equal(part, expected.to(dtype))
 
 
+@pytest.mark.parametrize("beside", [True, False])
+def test_thirds_and_their_gradients(beside):
+    from gem_kernels.join_columns import split_thirds
+
+    x = torch.randn(5, 12, requires_grad=True)
+    thirds = split_thirds(x)
+    assert torch.equal(torch.cat(thirds, dim=1), x)
+    assert all(third.data_ptr() == x.data_ptr() + 16 * i for i, third in enumerate(thirds))
+    grad = torch.randn(5, 12)
+    grads = grad.tensor_split(3, dim=1) if beside else [g.clone() for g in grad.tensor_split(3, dim=1)]
+    seen = []
+    x.register_hook(lambda g: seen.append(g.data_ptr() == grad.data_ptr()))
+    assert torch.equal(torch.autograd.grad(thirds, x, grads)[0], grad)
+    assert seen == [beside]
+    # Two of them swapped lie beside each other, too.
+    swapped = [grads[1], grads[0], grads[2]]
+    assert torch.equal(torch.autograd.grad(split_thirds(x), x, swapped)[0], torch.cat(swapped, dim=1))
+    with pytest.raises(ValueError, match=r"split_thirds: `x` must have shape \(M, 3 n\), got \(5, 4\)"):
+        split_thirds(torch.zeros(5, 4))
+
+
 @pytest.mark.parametrize(
     ("parts", "dtype", "error", "words"),
     [

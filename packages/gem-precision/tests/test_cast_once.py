@@ -100,6 +100,25 @@ def test_a_copy_of_the_model_casts_its_own_parameters() -> None:
     assert torch.equal(model(x), before)
 
 
+@pytest.mark.usefixtures("everywhere")
+def test_layers_joined_are_the_layers() -> None:
+    torch.manual_seed(0)
+    layers = [convert(nn.Linear(40, n, bias=bias), RECIPE) for n, bias in ((64, True), (48, False), (32, False))]
+    x = torch.randn(7, 40).to(torch.bfloat16).requires_grad_()
+    parameters = [p for layer in layers for p in layer.parameters()]
+    apart = torch.cat([layer(x) for layer in layers], dim=1)
+    joined = layers[0].product(x, torch.cat([layer.weight for layer in layers]), layers[0].bias)
+    assert torch.equal(joined, apart)
+    grad = torch.randn(7, 144).to(torch.bfloat16)
+    dx, *gradients = torch.autograd.grad(joined, [x, *parameters], grad)
+    expected_dx, *expected = torch.autograd.grad(apart, [x, *parameters], grad)
+    # One sum, and not three that are rounded.
+    torch.testing.assert_close(dx, expected_dx, rtol=2**-6, atol=2**-6)
+    for actual, reference in zip(gradients, expected, strict=True):
+        assert torch.equal(actual, reference)
+    assert layers[0].product(x.float(), layers[0].weight, None) is None
+
+
 # torch's forward-mode AD scripts its own formulas on first use.
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.usefixtures("everywhere")

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from gem_kernels._src.eager import launches_directly
 from gem_kernels._src.validate import check_float, check_tensor
 
-__all__ = ["join_columns"]
+__all__ = ["join_columns", "split_thirds"]
 
 MAX_PARTS = 8
 """Tensors that one kernel reads; more are joined by torch."""
@@ -71,3 +71,46 @@ def join_columns(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         joined: Tensor = _JoinColumns.apply(dtype, *parts)
         return joined
     return torch.cat([part.to(dtype) for part in parts], dim=1)
+
+
+class _SplitThirds(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        first, second, third = x.tensor_split(3, dim=1)
+        return first, second, third
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        first, second, third = grads
+        width = first.shape[1]
+        step = width * first.element_size()
+        if (
+            all(grad.stride() == (3 * width, 1) and grad.dtype == first.dtype for grad in grads)
+            and second.data_ptr() == first.data_ptr() + step
+            and third.data_ptr() == second.data_ptr() + step
+        ):
+            # They lie side by side already, as attention lays them for such queries, keys and values.
+            return first.as_strided((first.shape[0], 3 * width), (3 * width, 1))
+        return torch.cat(grads, dim=1)
+
+
+def split_thirds(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of a third of the columns each; gradients that lie side by side in memory are joined without a copy.
+
+    ``jagged_attention`` with a window lays the gradients of queries, keys and values so where these are such views.
+
+    Args:
+        x: (M, 3 n), rows contiguous.
+
+    Returns:
+        Three views (M, n).
+
+    Raises:
+        ValueError: on a shape that does not fit.
+        TypeError: if x is no dense tensor.
+    """
+    check_tensor("split_thirds", "x", x)
+    if x.dim() != 2 or x.shape[1] % 3:
+        raise ValueError(f"split_thirds: `x` must have shape (M, 3 n), got {tuple(x.shape)}.")
+    thirds: tuple[Tensor, Tensor, Tensor] = _SplitThirds.apply(x)
+    return thirds

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from gem_kernels.column_sums import column_sums
 from gem_precision._src import cast_once
@@ -124,7 +124,8 @@ class MXFP8Linear(nn.Linear):
 class _BF16Matmul(torch.autograd.Function):
     """The three matmuls of a linear layer on a bfloat16 input, with gradients of the parameters in float32.
 
-    ``low_weight`` and ``low_bias`` are the parameters in bfloat16, if somebody has cast them already.
+    ``low_weight`` and ``low_bias`` are the parameters in bfloat16, if somebody has cast them already. A bias may be
+    that of the first outputs only.
     """
 
     @staticmethod
@@ -134,10 +135,13 @@ class _BF16Matmul(torch.autograd.Function):
         if low_weight is None:
             low_weight = weight.to(torch.bfloat16)
             low_bias = None if bias is None else bias.to(torch.bfloat16)
+        if low_bias is not None and low_bias.shape[0] < low_weight.shape[0]:
+            low_bias = pad(low_bias, (0, low_weight.shape[0] - low_bias.shape[0]))
         rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(rows, low_weight)
         ctx.shape = x.shape
         ctx.dtypes = (weight.dtype, None if bias is None else bias.dtype)
+        ctx.num_biases = 0 if bias is None else bias.shape[0]
         out = rows @ low_weight.t() if low_bias is None else torch.addmm(low_bias, rows, low_weight.t())
         if x.dim() == 2:
             return out
@@ -160,7 +164,7 @@ class _BF16Matmul(torch.autograd.Function):
             else:
                 dweight = (dy.t() @ rows).to(weight_dtype)
         if ctx.needs_input_grad[2]:
-            dbias = column_sums(dy).to(bias_dtype)
+            dbias = column_sums(dy[:, : ctx.num_biases]).to(bias_dtype)
         return dx, dweight, dbias, None, None
 
 
@@ -235,6 +239,20 @@ class BF16Linear(nn.Linear):
         bias = None if self.bias is None else self.bias.to(torch.bfloat16)
         out = linear(input.to(torch.bfloat16), self.weight.to(torch.bfloat16), bias)
         return out if self.recipe.activations == "bfloat16" else out.to(input.dtype)
+
+    def product(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """What ``forward`` does of a bfloat16 input on CUDA, by other parameters: of several such layers, joined.
+
+        ``bias`` may be that of the first outputs only. None where ``forward`` would not do the same.
+        """
+        if (
+            input.dtype != torch.bfloat16
+            or self.operand_dtype != torch.bfloat16
+            or not _takes_matmul(input, weight, bias)
+        ):
+            return None
+        out: Tensor = _BF16Matmul.apply(input, weight, bias, None, None)
+        return out
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, recipe={self.recipe.name}"

@@ -26,3 +26,22 @@ def fuses_norm_block(attention: nn.Module, residual: Tensor, keys: Tensor, dropo
         and not torch.is_autocast_enabled(device_type)
         and dropout == 0.0
     )
+
+
+def joins_products(layers: tuple[nn.Linear, ...], x: Tensor) -> bool:
+    """Whether linear layers that read x may be one product of their joined weights.
+
+    Where they are alike and say how (``product``), and nobody watches their calls or counts their ops.
+    """
+    first = layers[0]
+    return (
+        not torch.compiler.is_compiling()
+        and x.device.type in _DEVICES
+        and hasattr(first, "product")
+        and x.dtype == getattr(first, "operand_dtype", None)
+        and all(type(layer) is type(first) and layer.recipe == first.recipe for layer in layers)
+        and not any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
+        and not torch.is_autocast_enabled(x.device.type)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and all(type(layer.weight) is nn.Parameter for layer in layers)
+    )

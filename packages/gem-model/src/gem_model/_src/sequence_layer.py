@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gem_kernels.join_columns import split_thirds
 from gem_kernels.modules import GDPA, BlockAttention, JaggedAttention
 from gem_model._src.blocks import normalize
 from gem_model._src.event_norm import normalize_events
-from gem_model._src.fused import fuses_norm_block
+from gem_model._src.fused import fuses_norm_block, joins_products
 from gem_model._src.jagged import Jagged, fixed_offsets
 from gem_model._src.rms_norm import rms_norm
 from gem_model._src.summary import Cross
@@ -99,10 +100,10 @@ class EventSelfAttention(nn.Module):
     def forward(self, s: Jagged) -> Tensor:
         """(T, d) -> (T, d)."""
         tower = self._tower
-        events = normalize_events(s.values, s.offsets, num_recent=0, num_readers=3)
-        layers = (self.query, self.key, self.value)
+        joins = self._kind == "window" and joins_products((self.query, self.key, self.value), s.values)
+        events = normalize_events(s.values, s.offsets, num_recent=0, num_readers=1 if joins else 3)
         q, k, v = (
-            f(x).view(-1, tower.num_heads, tower.head_dim) for f, x in zip(layers, events.normalized, strict=True)
+            x.view(-1, tower.num_heads, tower.head_dim) for x in self._projections(events.normalized, joins=joins)
         )
         if self._kind == "window":
             out = self.attention(
@@ -117,6 +118,18 @@ class EventSelfAttention(nn.Module):
         else:
             out = self.attention(q, k, v, offsets=s.offsets, max_seqlen=s.max_seqlen)
         return events.rows + self.dropout(self.output(out.view(-1, tower.dim)))
+
+    def _projections(self, readers: tuple[Tensor, ...], *, joins: bool) -> tuple[Tensor, ...]:
+        """Queries, keys and values (T, d) of the normalised events, by one product or three."""
+        layers = (self.query, self.key, self.value)
+        if joins:
+            weight = torch.cat((self.query.weight, self.key.weight, self.value.weight))
+            # Only queries have a bias.
+            joined = self.query.product(readers[0], weight, self.query.bias)  # type: ignore[operator]
+            if joined is not None:
+                return split_thirds(joined)
+            readers = readers * 3
+        return tuple(f(x) for f, x in zip(layers, readers, strict=True))
 
     def flops(self, sizes: BatchSizes) -> dict[str, ModuleFlops]:
         """FLOPs by module."""

@@ -19,6 +19,7 @@ from gem_kernels._src.jagged_attention.backward_dkdv import launch_dkdv
 from gem_kernels._src.jagged_attention.backward_dq import launch_dq_of_rows, launch_dq_of_seeds
 from gem_kernels._src.jagged_attention.backward_few_queries import few_queries, launch_few_queries
 from gem_kernels._src.jagged_attention.bias import Bias, pair_with_bias
+from gem_kernels._src.jagged_attention.packed import are_thirds, empty_thirds
 
 DELTA_ROWS = 16
 """Rows of one program of the delta kernel: memory-bound, so many small programs."""
@@ -94,7 +95,10 @@ def launch_backward(
     bias: Bias | None = None,
     request_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients dq, dk and dv in the shapes of q, k and v, contiguous."""
+    """Gradients dq, dk and dv in the shapes of q, k and v.
+
+    Contiguous, or side by side in rows of one tensor where q, k and v are and there is a window.
+    """
     sides = (offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, scale, left, right, bias, request_index)
     dq, dk, dv = _launch(do, dlse, q, k, v, out, lse, *sides, False)
     assert dv is not None
@@ -159,6 +163,11 @@ def _launch(
         if few_queries(q, k, v, pairing, left, right, bias):
             return launch_few_queries(do, dlse, q, k, v, out, lse, pairing, scale, keys_are_values=keys_are_values)
         args = (do, q, k, v, lse, launch_delta(out, do, dlse), pairing, max_seqlen_k, scale, left, right, bias, shared)
+        if (left >= 0 or right >= 0) and not pairing.broadcast_q and are_thirds(q, k, v):
+            # A window leaves dQ to its own kernel.
+            dq, dk, dv = empty_thirds(q)
+            launch_dkdv(*args, dk=dk, dv=dv)
+            return launch_dq_of_rows(*args, dq=dq), dk, dv
         dq_beside, dk, dv = launch_dkdv(*args)
         if dq_beside is not None:
             return dq_beside, dk, dv

@@ -211,8 +211,8 @@ def _jagged_attention_bwd_dkdv_kernel(
     lse_ptr,  # (T_q, H) float32
     delta_ptr,  # (T_q, H) float32
     dq_ptr,  # (T_q, H, D), written only if WRITE_DQ
-    dk_ptr,  # (T_k, H_kv, D)
-    dv_ptr,  # (T_k, H_kv, D_v)
+    dk_ptr,  # (T_k, H_kv, D), heads contiguous
+    dv_ptr,  # (T_k, H_kv, D_v), heads contiguous
     offsets_q_ptr,  # (B + 1,)
     offsets_k_ptr,  # (R + 1,), R = B without request_starts
     tile_offsets_ptr,  # (R + 1,), read only if SEARCH
@@ -229,6 +229,8 @@ def _jagged_attention_bwd_dkdv_kernel(
     stride_vh,
     stride_dot,
     stride_doh,
+    stride_dkt,
+    stride_dvt,
     num_sequences,
     num_heads_kv,
     num_tiles,
@@ -267,8 +269,8 @@ def _jagged_attention_bwd_dkdv_kernel(
     num_heads = num_heads_kv * GROUP
     k_ptr += start_k * stride_kt + head_kv * stride_kh
     v_ptr += start_k * stride_vt + head_kv * stride_vh
-    dk_ptr += (start_k * num_heads_kv + head_kv) * D
-    dv_ptr += (start_k * num_heads_kv + head_kv) * D_V
+    dk_ptr += start_k * stride_dkt + head_kv * D
+    dv_ptr += start_k * stride_dvt + head_kv * D_V
 
     k = load_rows(k_ptr, first, len_k, stride_kt, BLOCK_N, D, BLOCK_D)
     v = load_rows(v_ptr, first, len_k, stride_vt, BLOCK_N, D_V, BLOCK_DV)
@@ -295,8 +297,8 @@ def _jagged_attention_bwd_dkdv_kernel(
             D, D_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
         )  # fmt: skip
 
-    store_rows(dk_ptr, dk * scale, first, len_k, num_heads_kv * D, BLOCK_N, D, BLOCK_D)
-    store_rows(dv_ptr, dv, first, len_k, num_heads_kv * D_V, BLOCK_N, D_V, BLOCK_DV)
+    store_rows(dk_ptr, dk * scale, first, len_k, stride_dkt, BLOCK_N, D, BLOCK_D)
+    store_rows(dv_ptr, dv, first, len_k, stride_dvt, BLOCK_N, D_V, BLOCK_DV)
 
 
 def launch_dkdv(
@@ -313,10 +315,16 @@ def launch_dkdv(
     right: int,
     bias: Bias,
     shared: Mapping[str, Any],
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Dq where this kernel can write it, else None; dk and dv, contiguous. ``shared`` are the flags of all kernels."""
+    """Dq where this kernel can write it, else None; dk and dv, contiguous or where they were given.
+
+    ``shared`` are the flags of all kernels.
+    """
     num_heads_kv = k.shape[1]
-    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    dk = torch.empty(k.shape, dtype=k.dtype, device=k.device) if dk is None else dk
+    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device) if dv is None else dv
     write_dq = not pairing.broadcast_q and one_key_tile(select, q, v, max_seqlen_k, left, right, pairing.num_keys)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if write_dq else None
     widest = max(q.shape[2], v.shape[2])
@@ -352,6 +360,8 @@ def launch_dkdv(
         pairing.request_starts(),
         *bias[:4],
         *row_strides(q, k, v, do),
+        dk.stride(0),
+        dv.stride(0),
         pairing.num_keys,
         num_heads_kv,
         grid.num_tiles,

@@ -155,7 +155,7 @@ def _jagged_attention_bwd_dq_kernel(
     do_ptr,  # (T_q, H, D_v)
     lse_ptr,  # (T_q, H) float32
     delta_ptr,  # (T_q, H) float32
-    dq_ptr,  # (T_q, H, D)
+    dq_ptr,  # (T_q, H, D), heads contiguous
     offsets_q_ptr,  # (B + 1,)
     offsets_k_ptr,  # (R + 1,), R = B without request_index
     tile_offsets_ptr,  # (B + 1,), read only if SEARCH
@@ -172,6 +172,7 @@ def _jagged_attention_bwd_dq_kernel(
     stride_vh,
     stride_dot,
     stride_doh,
+    stride_dqt,
     num_sequences,
     num_heads,
     num_tiles,
@@ -209,7 +210,7 @@ def _jagged_attention_bwd_dq_kernel(
     do_ptr += start_q * stride_dot + head * stride_doh
     k_ptr += start_k * stride_kt + head // GROUP * stride_kh
     v_ptr += start_k * stride_vt + head // GROUP * stride_vh
-    dq_ptr += (start_q * num_heads + head) * D
+    dq_ptr += start_q * stride_dqt + head * D
     row = start_q * num_heads + head
     if HAS_POSITION:
         position_ptr += head * (2 * radius + 1)
@@ -230,7 +231,7 @@ def _jagged_attention_bwd_dq_kernel(
         HAS_LEFT, HAS_RIGHT, HAS_POSITION, HAS_TIME, TIME_SHIFT,
         D, D_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION,
     )  # fmt: skip
-    store_rows(dq_ptr, dq * scale, first, len_q, num_heads * D, BLOCK_M, D, BLOCK_D)
+    store_rows(dq_ptr, dq * scale, first, len_q, stride_dqt, BLOCK_M, D, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=[*RUNTIME_SIZES, "num_seeds", "sequences_per_part"])
@@ -332,9 +333,10 @@ def launch_dq_of_rows(
     right: int,
     bias: Bias,
     shared: Mapping[str, Any],
+    dq: Tensor | None = None,
 ) -> Tensor:
-    """The dq (T_q, H, D), contiguous; ``shared`` are the flags of all backward kernels."""
-    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    """The dq (T_q, H, D), contiguous or where it was given; ``shared`` are the flags of all backward kernels."""
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if dq is None else dq
     config = select("dq", max(q.shape[2], v.shape[2]), q.dtype, capability_of(q), has_bias=bias.is_set)
     config = fit_pairs("dq", config, max(q.shape[2], v.shape[2]), pairing, left, right, bias)
     config = fit_lengths(config, pairing.max_seqlen_q, max_seqlen_k)
@@ -355,6 +357,7 @@ def launch_dq_of_rows(
         pairing.request_index,
         *bias[:4],
         *row_strides(q, k, v, do),
+        dq.stride(0),
         pairing.num_queries,
         q.shape[1],
         grid.num_tiles,

@@ -142,7 +142,9 @@ def jagged_attention_backward_op(
     bias = Bias(position_bias, time_bias, times_q, times_k, buckets_per_octave)
     sizes = (max_seqlen_q, max_seqlen_k, scale, window_left, window_right)
     with reusing(find_store(_NAME, schedule, offsets_q, offsets_k, request_index)):
-        return launch_backward(do, dlse, q, k, v, out, lse, offsets_q, offsets_k, *sizes, bias, request_index)
+        found = launch_backward(do, dlse, q, k, v, out, lse, offsets_q, offsets_k, *sizes, bias, request_index)
+    dq, dk, dv = (x.contiguous() for x in found)
+    return dq, dk, dv
 
 
 @jagged_attention_backward_op.register_kernel("cpu")
