@@ -18,6 +18,8 @@ from gem_kernels._src.attention.hopper.launch import portable_only
 SHAPES = [
     Shape(id="B576-q1024-k1024", num_sequences=576, max_seqlen_q=1024, max_seqlen_k=1024),
     Shape(id="B288-q2048-k2048", num_sequences=288, max_seqlen_q=2048, max_seqlen_k=2048),
+    Shape(id="B72-q4096-k4096", num_sequences=72, max_seqlen_q=4096, max_seqlen_k=4096),
+    Shape(id="B4-q8192-k8192", num_sequences=4, max_seqlen_q=8192, max_seqlen_k=8192),
     Shape(id="B1152-uniform1024", num_sequences=1152, max_seqlen_q=1024, max_seqlen_k=1024, sparsity=0.5),
     Shape(id="B1152-zipf4096", num_sequences=1152, max_seqlen_q=4096, max_seqlen_k=4096, zipf=True),
     Shape(id="B1152-q256-k256", num_sequences=1152, max_seqlen_q=256, max_seqlen_k=256),
