@@ -27,9 +27,10 @@ def make(heads=4, heads_kv=4, dim=128, dtype=torch.bfloat16, rows=100, keys=60):
     return tuple(torch.empty(n, h, dim, dtype=dtype) for n, h in ((rows, heads), (keys, heads_kv), (keys, heads_kv)))
 
 
-def both(x, k, v, options=OPTIONS):
-    offsets = torch.tensor([0, x.shape[0]]), torch.tensor([0, k.shape[0]])
-    return hopper_launch.attends(x, k, v, *offsets, options), hopper_launch.makes_gradients(x, k, v, options)
+def both(x, k, v, options=OPTIONS, num_sequences=128):
+    offsets_q, offsets_k = (torch.linspace(0, t.shape[0], num_sequences + 1).long() for t in (x, k))
+    attends = hopper_launch.attends(x, k, v, offsets_q, offsets_k, options)
+    return attends, hopper_launch.makes_gradients(x, k, v, offsets_q, options)
 
 
 def test_tensors_on_the_cpu_take_the_portable_kernels():
@@ -44,6 +45,7 @@ def test_kernels_are_chosen_by_sizes_dtype_and_strides():
     assert both(*make(dim=64)) == (True, False)
     assert both(*make(dim=32)) == (False, False)
     assert both(*make(heads_kv=2)) == (True, False)
+    assert both(*make(), num_sequences=127) == (True, False)
     assert both(*make(rows=0)) == (False, False)
     assert both(*make(keys=0)) == (False, False)
     assert both(*make(), OPTIONS._replace(max_seqlen_k=129)) == (True, False)

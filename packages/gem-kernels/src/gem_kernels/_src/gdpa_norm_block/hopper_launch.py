@@ -17,6 +17,8 @@ BACKWARD_STAGES = 2
 """Tiles of 64 query rows and of their gradients in shared memory."""
 BACKWARD_KV_STAGES = 2
 """Sequences whose keys and values are there."""
+MIN_WORKS = 512
+"""Sequences times heads, about four for each multiprocessor of a large GPU."""
 BACKWARD_HEAD_DIM = 128
 """Each consumer makes the gradient of half the columns: 64, a row of the widest swizzle of shared memory."""
 
@@ -78,13 +80,17 @@ def launch_attend(x: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_k:
     return out
 
 
-def makes_gradients(x: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
-    """Whether ``launch_attend_backward`` computes the gradients of this call: all keys of a sequence in one tile."""
+def makes_gradients(x: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, options: Options) -> bool:
+    """Whether ``launch_attend_backward`` computes the gradients of this call: all keys of a sequence in one tile.
+
+    A sequence and head is one unit of work, of which there must be enough for all multiprocessors.
+    """
     return (
         is_on_hopper(x)
         and x.dtype in (torch.float16, torch.bfloat16)
         and x.shape[2] == BACKWARD_HEAD_DIM
         and k.shape[1] == x.shape[1]
+        and (offsets_q.shape[0] - 1) * x.shape[1] >= MIN_WORKS
         and 0 < options.max_seqlen_k <= 128
         and 0 < x.shape[0] <= MAX_ROWS
         and 0 < k.shape[0] <= MAX_ROWS

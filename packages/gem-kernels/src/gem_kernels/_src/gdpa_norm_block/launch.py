@@ -181,7 +181,7 @@ def launch_backward(
                 **meta,
             )
         x, dx = normed.view(q.shape), dtotal.view(q.shape)
-        is_one_kernel = makes_gradients(x, k, v, options)
+        is_one_kernel = makes_gradients(x, k, v, offsets_q, options)
         if is_one_kernel:
             dnormed, dk, dv = launch_attend_backward(dx, x, k, v, offsets_q, offsets_k, options)
         else:
