@@ -57,10 +57,11 @@ def choose_fastest(
     """Time the default and its alternatives in turn, medians of calls on a cold cache."""
     expected = _run(key, question.default, calls)
     right = [question.default]
+    failures: tuple[type[Exception], ...] = (ValueError, RuntimeError, *_compiler_errors())
     for config in question.others:
         try:
             is_right = agree(_run(key, config, calls), expected)
-        except (ValueError, RuntimeError, *_compiler_errors()) as error:
+        except failures as error:
             log(f"{' '.join(key)}: {as_numbers(config)} left out, {type(error).__name__}: {str(error).splitlines()[0]}")
             continue
         if is_right:
