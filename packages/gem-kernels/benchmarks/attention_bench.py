@@ -222,10 +222,11 @@ def make_providers(op: Op, shape: Shape, x: AttentionInputs) -> dict[str, Provid
 
 def check(op: Op, x: AttentionInputs) -> None:
     """Refuse to time a wrong result: output and gradients of the first sequences against the float64 loop."""
-    stop_q, stop_k = (int(offsets[NUM_CHECKED]) for offsets in (x.offsets_q, x.offsets_k))
+    firsts_q, firsts_k = (offsets[: NUM_CHECKED + 1] for offsets in (x.offsets_q, x.offsets_k))
+    stop_q, stop_k = int(firsts_q[-1]), int(firsts_k[-1])
     stops = (stop_q, stop_k, stop_k)
     leaves = [t[:stop].double().requires_grad_() for t, stop in zip((x.q, x.k, x.v), stops, strict=True)]
-    out = op.reference(*leaves, offsets_q=x.offsets_q[: NUM_CHECKED + 1], offsets_k=x.offsets_k[: NUM_CHECKED + 1])
+    out = op.reference(*leaves, offsets_q=firsts_q, offsets_k=firsts_k)
     expected = [out.detach(), *torch.autograd.grad(out, leaves, x.do[:stop_q].double())]
     for name, provider in op.kernels(x).items():
         forward, backward = provider.prepare()
