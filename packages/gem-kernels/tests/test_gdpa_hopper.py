@@ -5,8 +5,10 @@ import torch
 
 from gem_kernels import gdpa, reference
 from gem_kernels._src.attention.hopper.launch import portable_only
+from gem_kernels._src.attention.hopper.units import backward_units
 from gem_kernels._src.attention.pairing import pair_sequences
 from gem_kernels._src.gdpa import hopper_activation, hopper_launch
+from gem_kernels.reference.gdpa import _activation as plain_activation
 from gem_kernels.testing import assert_matches_oracle, attention_inputs, random_lengths, summation_floor
 
 
@@ -20,6 +22,38 @@ def test_factors_taken_out_of_fast_gelu_are_those_of_its_scales(monkeypatch):
     torch.testing.assert_close(act.value_scale * act.value.fn(x), expected)
     (slope,) = torch.autograd.grad(expected.sum(), x)
     torch.testing.assert_close(act.derivative_scale * act.derivative.fn(x), slope)
+
+
+UNIT_LENGTHS = [
+    ((5,), (3,)),
+    ((0, 0, 3, 129), (1, 0, 0, 0)),
+    ((5,) * 300, (3,) * 300),
+    ((200,) * 90, (40, 64, 65, 256, 257, 900) * 15),
+    ((3000, 1), (256, 5000)),
+]
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("lengths", UNIT_LENGTHS, ids=[str(i) for i in range(len(UNIT_LENGTHS))])
+def test_units_own_every_row_once_and_come_by_sequences_with_most_rows_first(lengths, group, interpreter):
+    lengths_q, lengths_k = lengths
+    x = attention_inputs(lengths_q, lengths_k, num_heads=1, head_dim=8)
+    made = backward_units(x.offsets_q, x.offsets_k, sum(lengths_q), sum(lengths_k), tile_rows=128, group=group)
+    units = made.units[: int(made.num_units)].tolist()
+    starts = zip(x.offsets_q.tolist(), x.offsets_k.tolist(), strict=True)
+    sequences = []
+    for (first_q, first_k), len_q, len_k in zip(starts, lengths_q, lengths_k, strict=False):
+        keys = [[first_k + i, min(128, len_k - i), first_q, len_q] for i in range(0, len_k, 128)]
+        queries = [
+            [first_q + i, min(128, len_q - i) | (g + 1) << 8, first_k, len_k]
+            for i in range(0, len_q, 128)
+            for g in range(group)
+        ]
+        sequences.append((max(len_q, len_k), keys + queries))
+    # The sort keeps the order of sequences of equal length.
+    expected = [unit for _, of_one in sorted(sequences, key=lambda s: -s[0]) for unit in of_one]
+    assert units == expected
+    assert len(made.units) >= len(units)
 
 
 def test_tensors_on_the_cpu_take_the_portable_kernel():
@@ -59,21 +93,72 @@ def test_the_forward_leaves_every_factor_that_the_kernel_omits_to_the_output(
     assert given["post_scale"] == pytest.approx(scale)
 
 
-def test_fast_gelu_in_pairs_is_as_exact_as_bfloat16_by_eager():
+@pytest.mark.parametrize(
+    ("dtype", "activation", "num_heads_kv", "in_pairs"),
+    [
+        (torch.bfloat16, "fast_gelu", 4, True),
+        (torch.bfloat16, "fast_gelu", 2, False),
+        (torch.float16, "fast_gelu", 4, False),
+        (torch.bfloat16, "silu", 4, False),
+    ],
+)
+def test_the_backward_takes_pairs_where_it_has_run_and_leaves_their_factors_to_the_gradients(
+    dtype, activation, num_heads_kv, in_pairs, monkeypatch
+):
+    launches = []
+
+    def record(kernel, programs, arguments, constants, device):
+        assert kernel.arg_names[len(arguments) :] == list(constants)
+        launches.append({**dict(zip(kernel.arg_names, arguments, strict=False)), **constants})
+
+    made = torch.zeros(3, 4, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    monkeypatch.setattr(hopper_launch, "call", record)
+    monkeypatch.setattr(hopper_launch, "multiprocessors", lambda _: 132)
+    for name in ("query_chunks", "make_schedule", "backward_units"):
+        monkeypatch.setattr(hopper_launch, name, lambda *_, **__: made)
+    x = attention_inputs((130,), (70,), num_heads=4, num_heads_kv=num_heads_kv, head_dim=128, dtype=dtype)
+    grads = hopper_launch.launch_hopper_backward(x.do, x.q, x.k, x.v, x.offsets_q, x.offsets_k, activation, 0.25, 0.3)
+    assert len(launches) == (1 if in_pairs else 2)
+    given = {name: value for launch in launches for name, value in launch.items()}
+    assert all(given[f"{name}_desc"].base is grad for name, grad in zip(("dq", "dk", "dv"), grads, strict=True))
+    assert given["pre_scale"] == 0.25
+    if in_pairs:
+        assert (given["num_heads_kv"], given["GROUP"]) == (4, 1)
+        assert given["out_scale"] == pytest.approx(0.3 * 0.25 * 0.5)
+    else:
+        assert (given["HAS_PRE_SCALE"], given["GROUP"]) == (True, 4 // num_heads_kv)
+
+
+@pytest.mark.parametrize("pre_scale", [0.125, 1.0, 128**-0.5])
+def test_fast_gelu_in_pairs_is_as_exact_as_bfloat16_by_eager(pre_scale):
     def rounded(x):
         return x.to(torch.bfloat16).double()
 
-    pre_scale = 0.125
-    scores = torch.linspace(-80, 80, 100_001, dtype=torch.float64)
-    slope, cubic = (rounded(torch.tensor(v.value)) for v in (hopper_activation._SLOPE, hopper_activation._CUBIC))
-    # The steps of the kernel, each with the rounding of its instruction; powers of 2 leave the constants as they are.
+    # Near 0, where most scores are, and beyond the range of tanh.
+    scores = torch.cat([torch.linspace(-x, x, 100_001, dtype=torch.float64) for x in (2, 10)]) / pre_scale
+    slope, cubic = (v.value for v in (hopper_activation._SLOPE, hopper_activation._CUBIC))
+    a, b, c = (
+        rounded(torch.tensor(v, dtype=torch.float64))
+        for v in (slope * pre_scale, cubic * pre_scale**3, 3 * cubic * pre_scale**3)
+    )
+    # The steps of the kernels, each with the rounding of its instruction.
     x = rounded(scores)
-    u = rounded(rounded(rounded(x * x) * (cubic * pre_scale**3) + slope * pre_scale) * x)
-    value = rounded(x * rounded(torch.tanh(u)) + x) * (0.5 * pre_scale)
-    expected = torch.nn.functional.gelu(scores * pre_scale, approximate="tanh")
-    eager = torch.nn.functional.gelu((scores.to(torch.bfloat16) * pre_scale), approximate="tanh").double()
-    error, eager_error = (value - expected).square().mean().sqrt(), (eager - expected).square().mean().sqrt()
-    assert error < 1.2 * eager_error
+    square = rounded(x * x)
+    t = rounded(torch.tanh(rounded(rounded(square * b + a) * x)))
+    value = rounded(x * t + x) * (0.5 * pre_scale)
+    z = rounded(rounded(square * c + a) * x)
+    derivative = rounded(rounded(rounded(1 - t * t) * z + t) + 1) * 0.5
+    act = plain_activation("fast_gelu")
+    exact = (scores * pre_scale).requires_grad_()
+    expected = torch.nn.functional.gelu(exact, approximate="tanh")
+    (expected_derivative,) = torch.autograd.grad(expected.sum(), exact)
+    by_eager = scores.to(torch.bfloat16) * pre_scale
+    for actual, eager, oracle in (
+        (value, act.value(by_eager), expected.detach()),
+        (derivative, act.derivative(by_eager), expected_derivative),
+    ):
+        error, eager_error = ((x.double() - oracle).square().mean().sqrt() for x in (actual, eager))
+        assert error < 1.2 * eager_error
 
 
 # ---------------------------------------------------------------- on the GPU
@@ -153,6 +238,24 @@ def test_gpu_hopper_matches_oracle(lengths, head_dim, dtype, launches, poisoned_
     check(x, activation="fast_gelu", pre_scale=head_dim**-0.5, post_scale=0.3)
     check(x, activation="silu", pre_scale=1.0)
     assert launches == ["forward", "backward"] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pre_scale", [1.0, 128**-0.5])
+@pytest.mark.parametrize("lengths", GPU_LENGTHS, ids=[str(i) for i in range(len(GPU_LENGTHS))])
+def test_gpu_hopper_in_pairs_matches_oracle(lengths, pre_scale, launches, poisoned_empty):
+    x = attention_inputs(*lengths, num_heads=4, head_dim=128, dtype=torch.bfloat16, device="cuda")
+    x = x._replace(q=x.q * (0.1 / pre_scale))
+    check(x, activation="fast_gelu", pre_scale=pre_scale, post_scale=0.3)
+    assert launches == ["forward", "backward"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("std", [3.0, 20.0])
+def test_gpu_hopper_matches_oracle_where_tanh_saturates(std, dtype, launches):
+    x = attention_inputs((64, 300, 5), (40, 257, 3), num_heads=4, head_dim=128, dtype=dtype, device="cuda")
+    check(x._replace(q=std * x.q), activation="fast_gelu", pre_scale=128**-0.5)
 
 
 @pytest.mark.gpu

@@ -2,7 +2,8 @@
 
 Between the products of those kernels the scalar units are busy for every cycle of the activation. Where a factor can be
 taken out of the value or the derivative, it goes into the one multiplication that scales an output. In bfloat16, to
-which the forward rounds the activated scores anyway, two of them take one operation; float16 has not the range.
+which activated scores and score gradients are rounded for the products anyway, two of them take one operation; float16
+has not the range.
 """
 
 from __future__ import annotations
@@ -22,10 +23,17 @@ _THIRD = tl.constexpr(1.0 / 3.0)
 
 
 class PairActivation(NamedTuple):
-    """act(pre_scale * s) = scale * pre_scale * value(s, pre_scale), all of it rounded to bfloat16."""
+    """act(y) = scale * pre_scale * value(s, pre_scale) and act'(y) = scale * slope(s, pre_scale) of y = pre_scale * s.
+
+    Computed in bfloat16.
+    """
 
     value: Any
     """jit function of a float32 tile and a number; its result is bfloat16."""
+    slope: Any
+    """The same of the derivative."""
+    value_and_slope: Any
+    """Both, which have most in common."""
     scale: float
 
 
@@ -72,6 +80,97 @@ def _fast_gelu_pairs(x, pre_scale):
     )
 
 
+# 2 gelu'(y) = 1 + t + (1 - t^2) y u'(y) with y = pre_scale x, where y u'(y) = x (a + 3 b x^2). 0x3f80 is 1.
+@triton.jit
+def _fast_gelu_slope_pairs(x, pre_scale):
+    a = (_SLOPE * pre_scale).to(tl.bfloat16)
+    b = (_CUBIC * pre_scale * pre_scale * pre_scale).to(tl.bfloat16)
+    c = (3.0 * _CUBIC * pre_scale * pre_scale * pre_scale).to(tl.bfloat16)
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 x, u, t, z, one;
+        .reg .f32 low, high;
+        mov.b32 one, 0x3f803f80;
+        cvt.rn.bf16x2.f32 x, $2, $1;
+        mul.rn.bf16x2 z, x, x;
+        fma.rn.bf16x2 u, z, $4, $3;
+        mul.rn.bf16x2 u, u, x;
+        shl.b32 t, u, 16;
+        and.b32 u, u, 0xffff0000;
+        mov.b32 low, t;
+        mov.b32 high, u;
+        tanh.approx.f32 low, low;
+        tanh.approx.f32 high, high;
+        cvt.rn.bf16x2.f32 t, high, low;
+        fma.rn.bf16x2 z, z, $5, $3;
+        mul.rn.bf16x2 z, z, x;
+        neg.bf16x2 u, t;
+        fma.rn.bf16x2 u, u, t, one;
+        fma.rn.bf16x2 z, u, z, t;
+        add.rn.bf16x2 $0, z, one;
+        }""",
+        "=r,r,r,r,r,r",
+        [x, a, b, c],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _fast_gelu_value_and_slope_pairs(x, pre_scale):
+    a = (_SLOPE * pre_scale).to(tl.bfloat16)
+    b = (_CUBIC * pre_scale * pre_scale * pre_scale).to(tl.bfloat16)
+    c = (3.0 * _CUBIC * pre_scale * pre_scale * pre_scale).to(tl.bfloat16)
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 x, u, t, z, one;
+        .reg .f32 low, high;
+        mov.b32 one, 0x3f803f80;
+        cvt.rn.bf16x2.f32 x, $3, $2;
+        mul.rn.bf16x2 z, x, x;
+        fma.rn.bf16x2 u, z, $5, $4;
+        mul.rn.bf16x2 u, u, x;
+        shl.b32 t, u, 16;
+        and.b32 u, u, 0xffff0000;
+        mov.b32 low, t;
+        mov.b32 high, u;
+        tanh.approx.f32 low, low;
+        tanh.approx.f32 high, high;
+        cvt.rn.bf16x2.f32 t, high, low;
+        fma.rn.bf16x2 z, z, $6, $4;
+        mul.rn.bf16x2 z, z, x;
+        fma.rn.bf16x2 $0, x, t, x;
+        neg.bf16x2 u, t;
+        fma.rn.bf16x2 u, u, t, one;
+        fma.rn.bf16x2 z, u, z, t;
+        add.rn.bf16x2 $1, z, one;
+        }""",
+        "=&r,=&r,r,r,r,r,r",
+        [x, a, b, c],
+        dtype=(tl.bfloat16, tl.bfloat16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def times_pairs(slope, grad):
+    """The product of bfloat16 and float32, which is rounded first, in bfloat16."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 g;
+        cvt.rn.bf16x2.f32 g, $3, $2;
+        mul.rn.bf16x2 $0, $1, g;
+        }""",
+        "=r,r,r,r",
+        [slope, grad],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
 @triton.jit
 def _fast_gelu_derivative(x):
     # 2 gelu'(x) = 1 + t + (1 - t^2) x u'(x), where x u'(x) = 3 u - 2 sqrt(2 / pi) x; all of it over 3.
@@ -82,11 +181,13 @@ def _fast_gelu_derivative(x):
 
 _SCALED: dict[str, ScaledActivation] = {"fast_gelu": ScaledActivation(_fast_gelu, _fast_gelu_derivative, 0.5, 1.5)}
 
-_PAIRS: dict[str, PairActivation] = {"fast_gelu": PairActivation(_fast_gelu_pairs, 0.5)}
+_PAIRS: dict[str, PairActivation] = {
+    "fast_gelu": PairActivation(_fast_gelu_pairs, _fast_gelu_slope_pairs, _fast_gelu_value_and_slope_pairs, 0.5)
+}
 
 
 def pair_activation(name: str, dtype: torch.dtype) -> PairActivation | None:
-    """How the forward computes the activation in pairs, or None where it takes ``scaled_activation``."""
+    """How the kernels compute the activation in pairs, or None where they take ``scaled_activation``."""
     return _PAIRS.get(name) if dtype == torch.bfloat16 else None
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from gem_kernels._src.attention.hopper.call import call, descriptor, sequence_descriptor
 from gem_kernels._src.attention.hopper.launch import is_copyable, multiprocessors, query_chunks, serves
 from gem_kernels._src.attention.hopper.schedule import make_schedule
+from gem_kernels._src.attention.hopper.units import backward_units
 from gem_kernels._src.attention.launch import device_guard
 from gem_kernels._src.attention.pairing import Pairing
 from gem_kernels._src.attention.reuse import once
+
+if TYPE_CHECKING:
+    from gem_kernels._src.gdpa.hopper_activation import PairActivation
 
 HEAD_DIMS = (64, 128)
 BLOCK_N = 128
@@ -21,6 +27,9 @@ DQ_BLOCK_N = 64
 DQ_STAGES = {64: 8, 128: 4}
 DKDV_STAGES = {64: 6, 128: 3}
 """Of 64 query rows each."""
+PAIRS_HEAD_DIM = 128
+PAIRS_STAGES = 3
+"""Of 64 rows of both tensors of a side, in the backward in pairs."""
 
 
 def applies(
@@ -96,12 +105,16 @@ def launch_hopper_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients dq, dk and dv, contiguous; at least one row on both sides, and the caller has asked ``applies``."""
     from gem_kernels._src.attention.hopper.tiles import ROWS, TILE_ROWS
-    from gem_kernels._src.gdpa.hopper_activation import scaled_activation
+    from gem_kernels._src.gdpa.hopper_activation import pair_activation, scaled_activation
     from gem_kernels._src.gdpa.hopper_backward import _gdpa_hopper_dkdv_kernel, _gdpa_hopper_dq_kernel
 
     do = do if is_copyable(do) else do.contiguous()
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     num_heads, num_heads_kv, dim = q.shape[1], k.shape[1], q.shape[2]
+    pairs = pair_activation(activation, q.dtype)
+    if pairs is not None and dim == PAIRS_HEAD_DIM and num_heads == num_heads_kv:
+        _launch_in_pairs(do, q, k, v, dq, dk, dv, offsets_q, offsets_k, pairs, pre_scale, post_scale)
+        return dq, dk, dv
     act = scaled_activation(activation)
     ds_scale = pre_scale * post_scale * act.derivative_scale
     shared = {
@@ -146,3 +159,40 @@ def launch_hopper_backward(
         constants = {**shared, "STAGES": DQ_STAGES[dim], "BLOCK_N": DQ_BLOCK_N, "D": dim, "num_warps": 4}
         call(_gdpa_hopper_dq_kernel, programs, dq_arguments, constants, q.device)
     return dq, dk, dv
+
+
+def _launch_in_pairs(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    offsets_q: Tensor,
+    offsets_k: Tensor,
+    pairs: PairActivation,
+    pre_scale: float,
+    post_scale: float,
+) -> None:
+    """All gradients by one kernel: head dim 128, as many key heads as query heads."""
+    from gem_kernels._src.attention.hopper.tiles import ROWS, TILE_ROWS
+    from gem_kernels._src.gdpa.hopper_backward_pairs import _gdpa_hopper_bwd_pairs_kernel
+
+    constants = {
+        "VALUE_AND_SLOPE": pairs.value_and_slope,
+        "SLOPE": pairs.slope,
+        "GROUP": 1,
+        "STAGES": PAIRS_STAGES,
+        "D": PAIRS_HEAD_DIM,
+        "num_warps": 4,
+    }
+    with device_guard(q):
+        arguments = (
+            *(sequence_descriptor(x, ROWS) for x in (q, do, k, v, dq, dk, dv)),
+            *once(backward_units, offsets_q, offsets_k, q.shape[0], k.shape[0], tile_rows=TILE_ROWS, group=1),
+            q.shape[1],
+            pre_scale,
+            post_scale * pre_scale * pairs.scale,
+        )
+        call(_gdpa_hopper_bwd_pairs_kernel, multiprocessors(q.device), arguments, constants, q.device)

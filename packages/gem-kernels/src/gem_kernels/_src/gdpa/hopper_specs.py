@@ -8,17 +8,27 @@ import torch
 
 from gem_kernels._src.attention.hopper.schedule import BLOCK, OTHERS, _schedule_kernel
 from gem_kernels._src.attention.hopper.specs import hopper_spec
+from gem_kernels._src.attention.hopper.units import ROW_BITS, _units_kernel
 from gem_kernels._src.compile_spec import CompileSpec
 
 
 def compile_specs() -> Sequence[CompileSpec]:
-    """Every kernel in both head dims and dtypes, the forward with and without pairs, and the one that cuts a batch."""
+    """Every kernel in both head dims and dtypes, the forward with and without pairs, and those that cut a batch."""
     # Imported here: only the compile test and CUDA launches need Gluon.
     from gem_kernels._src.attention.hopper.tiles import ROWS, TILE_ROWS
     from gem_kernels._src.gdpa.hopper_activation import pair_activation, scaled_activation
     from gem_kernels._src.gdpa.hopper_backward import _gdpa_hopper_dkdv_kernel, _gdpa_hopper_dq_kernel
+    from gem_kernels._src.gdpa.hopper_backward_pairs import _gdpa_hopper_bwd_pairs_kernel
     from gem_kernels._src.gdpa.hopper_forward import _gdpa_hopper_fwd_kernel
-    from gem_kernels._src.gdpa.hopper_launch import BLOCK_N, DKDV_STAGES, DQ_BLOCK_N, DQ_STAGES, STAGES
+    from gem_kernels._src.gdpa.hopper_launch import (
+        BLOCK_N,
+        DKDV_STAGES,
+        DQ_BLOCK_N,
+        DQ_STAGES,
+        PAIRS_HEAD_DIM,
+        PAIRS_STAGES,
+        STAGES,
+    )
 
     act = scaled_activation("fast_gelu")
     value, derivative = {"ACTIVATION": act.value}, {"ACTIVATION_DERIVATIVE": act.derivative}
@@ -70,6 +80,44 @@ def compile_specs() -> Sequence[CompileSpec]:
                 max_spill_bytes=32,
             ),
         ]
+    sides = ("q_desc", "do_desc", "k_desc", "v_desc", "dq_desc", "dk_desc", "dv_desc")
+    specs.append(
+        hopper_spec(
+            "hopper-backward-bf16-D128-pairs",
+            _gdpa_hopper_bwd_pairs_kernel,
+            "bf16",
+            PAIRS_HEAD_DIM,
+            dict.fromkeys(sides, (1, 1, ROWS, PAIRS_HEAD_DIM)),
+            {
+                "VALUE_AND_SLOPE": pairs.value_and_slope,
+                "SLOPE": pairs.slope,
+                "GROUP": 1,
+                "STAGES": PAIRS_STAGES,
+                "D": PAIRS_HEAD_DIM,
+                "num_warps": 4,
+            },
+            # Between units of work.
+            max_spill_bytes=64,
+        )
+    )
+    specs.append(
+        CompileSpec(
+            id="hopper-units",
+            kernel=_units_kernel,
+            signature={
+                "offsets_q_ptr": "*i64",
+                "offsets_k_ptr": "*i64",
+                "units_ptr": "*i32",
+                "num_units_ptr": "*i32",
+                "num_sequences": "i32",
+                "tile_rows": "i32",
+                "group": "i32",
+            },
+            constexprs={"ROW_BITS": ROW_BITS, "SORTED": True, "BLOCK": BLOCK, "OTHERS": OTHERS},
+            aligned=("offsets_q_ptr", "offsets_k_ptr", "units_ptr", "num_units_ptr"),
+            targets=(90,),
+        )
+    )
     specs.append(
         CompileSpec(
             id="hopper-schedule",

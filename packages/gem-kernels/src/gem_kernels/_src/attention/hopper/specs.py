@@ -7,7 +7,7 @@ from typing import Any
 
 from gem_kernels._src.compile_spec import CompileSpec
 
-_TYPES = {"chunks_ptr": "*i32", "num_chunks_ptr": "*i32"} | dict.fromkeys(
+_TYPES = dict.fromkeys(("chunks_ptr", "num_chunks_ptr", "units_ptr", "num_units_ptr"), "*i32") | dict.fromkeys(
     ("lse_ptr", "mean_ptr", "rstd_ptr", "rrms_ptr"), "*fp32"
 )
 """Of pointers that do not point to elements of q."""

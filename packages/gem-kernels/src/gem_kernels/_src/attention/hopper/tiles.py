@@ -67,6 +67,23 @@ def store_tile(out_desc, out_ptr, out_tile, out, row, num_rows, channel, stride_
 
 
 @gluon.jit
+def copy_rows(desc, first, length, row, channel, barrier, tile):
+    """Copy rows of the sequence [first, first + length) from ``row`` on by a ``sequence_descriptor``, then zeros."""
+    place = tile._reinterpret(tile.dtype, desc.block_shape, desc.layout)
+    tma_load(desc, [_END, first + length, _END - length + row, channel], barrier, place)
+
+
+@gluon.jit
+def write_rows(desc, tile, out, row, num_rows, channel):
+    """Write the first ``num_rows`` of 64 rows by a ``sequence_descriptor``; ``tile`` is free until the copy ends."""
+    tile.store(out)
+    fence_async_shared()
+    length = gl.minimum(gl.maximum(num_rows, 0), _ROWS)
+    place = tile._reinterpret(tile.dtype, desc.block_shape, desc.layout)
+    tma_store(desc, [_END, row + length, _END - length, channel], place)
+
+
+@gluon.jit
 def allocate_barriers(NUM: gl.constexpr):
     """``NUM`` barriers, not yet initialised."""
     return gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
