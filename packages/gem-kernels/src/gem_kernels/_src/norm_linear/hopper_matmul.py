@@ -187,9 +187,7 @@ def _linear_norm_consume_whole(
 def _pack(x, dtype: gl.constexpr):
     """(R, C) float32 as (R, C / 2) int32 with two neighbours of a row each, rounded to ``dtype``."""
     low, high = gl.split(x.reshape([x.shape[0], x.shape[1] // 2, 2]))
-    cast: gl.constexpr = (
-        "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
-    )
+    cast: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
     return gl.inline_asm_elementwise(cast, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
 
 
