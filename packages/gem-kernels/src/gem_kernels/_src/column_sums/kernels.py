@@ -20,21 +20,23 @@ _PROGRAMS = 1056
 def column_sums_kernel(
     x_ptr,  # (M, N), columns contiguous
     partial_ptr,  # (P, N) float32
-    stride,
+    stride_x,
     num_rows,
     N: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    part, parts = tl.program_id(0) // tiles, tl.num_programs(0) // tiles
+    columns = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     in_width = columns < N
     total = tl.zeros([ROWS, BLOCK_N], dtype=tl.float32)
-    for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
+    for first in range(part * ROWS, num_rows, parts * ROWS):
         # int64 before the stride: a row index times a stride passes 2**31 in real batches.
         rows = tl.cast(first, tl.int64) + tl.arange(0, ROWS)
         mask = (rows < num_rows)[:, None] & in_width[None, :]
-        total += tl.load(x_ptr + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * N + columns, tl.sum(total, 0), mask=in_width)
+        total += tl.load(x_ptr + rows[:, None] * stride_x + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(partial_ptr + part.to(tl.int64) * N + columns, tl.sum(total, 0), mask=in_width)
 
 
 def launch(x: Tensor) -> Tensor:
@@ -48,7 +50,7 @@ def launch(x: Tensor) -> Tensor:
     partial = torch.empty(parts, width, dtype=torch.float32, device=x.device)
     if width:
         with device_guard(x):
-            column_sums_kernel[(parts, tiles)](
+            column_sums_kernel[(parts * tiles,)](
                 x, partial, x.stride(0), num_rows, N=width, ROWS=ROWS, BLOCK_N=block_n, num_warps=4
             )
     return partial.sum(0)

@@ -13,9 +13,9 @@ def _spec(width: int, dtype: str) -> CompileSpec:
     return CompileSpec(
         id=f"{width}-{dtype}",
         kernel=column_sums_kernel,
-        signature={"x_ptr": f"*{dtype}", "partial_ptr": "*fp32", "stride": "i32", "num_rows": "i32"},
+        signature={"x_ptr": f"*{dtype}", "partial_ptr": "*fp32", "stride_x": "i32", "num_rows": "i32"},
         constexprs={"N": width, "ROWS": ROWS, "BLOCK_N": min(power_of_two(width), MAX_BLOCK_N)},
-        aligned=("x_ptr", "partial_ptr", "stride"),
+        aligned=("x_ptr", "partial_ptr", "stride_x"),
         num_warps=4,
         num_stages=3,
     )

@@ -12,9 +12,11 @@ from gem_kernels._src.attention.launch import device_guard
 BLOCK = 2048
 
 
-# The size may select a variant: one that is a multiple of 16 lets a thread read 16 bytes at once.
-@triton.jit
-def gate_fwd_kernel(x_ptr, z_ptr, out_ptr, size, BLOCK: tl.constexpr):  # all (size,) contiguous
+@triton.jit(do_not_specialize=["size"])
+def gate_fwd_kernel(x_ptr, z_ptr, out_ptr, size, BLOCK: tl.constexpr, EVEN: tl.constexpr):  # all (size,) contiguous
+    if EVEN:
+        # A multiple of 16, which the compiler must see to read 16 bytes at once.
+        size = size // 16 * 16
     # int64: a batch may have more than 2**31 elements.
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < size
@@ -23,8 +25,12 @@ def gate_fwd_kernel(x_ptr, z_ptr, out_ptr, size, BLOCK: tl.constexpr):  # all (s
     tl.store(out_ptr + offs, (x * tl.sigmoid(z)).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def gate_bwd_kernel(dout_ptr, x_ptr, z_ptr, dx_ptr, dz_ptr, size, BLOCK: tl.constexpr):  # all (size,) contiguous
+@triton.jit(do_not_specialize=["size"])
+def gate_bwd_kernel(
+    dout_ptr, x_ptr, z_ptr, dx_ptr, dz_ptr, size, BLOCK: tl.constexpr, EVEN: tl.constexpr
+):  # all (size,) contiguous
+    if EVEN:
+        size = size // 16 * 16
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < size
     dout = tl.load(dout_ptr + offs, mask=mask, other=0.0).to(tl.float32)
@@ -39,7 +45,8 @@ def launch_forward(x: Tensor, z: Tensor) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
         with device_guard(x):
-            gate_fwd_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, z, out, x.numel(), BLOCK=BLOCK, num_warps=4)
+            size, even = x.numel(), x.numel() % 16 == 0
+            gate_fwd_kernel[(triton.cdiv(size, BLOCK),)](x, z, out, size, BLOCK=BLOCK, EVEN=even, num_warps=4)
     return out
 
 
@@ -48,6 +55,7 @@ def launch_backward(dout: Tensor, x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]
     dx, dz = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, z))
     if x.numel():
         with device_guard(x):
-            grid = (triton.cdiv(x.numel(), BLOCK),)
-            gate_bwd_kernel[grid](dout, x, z, dx, dz, x.numel(), BLOCK=BLOCK, num_warps=4)
+            size, even = x.numel(), x.numel() % 16 == 0
+            grid = (triton.cdiv(size, BLOCK),)
+            gate_bwd_kernel[grid](dout, x, z, dx, dz, size, BLOCK=BLOCK, EVEN=even, num_warps=4)
     return dx, dz

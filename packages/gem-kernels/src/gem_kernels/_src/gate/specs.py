@@ -15,8 +15,8 @@ def _spec(name: str, dtype: str) -> CompileSpec:
         id=f"{name}-{dtype}",
         kernel=kernel,
         signature={**dict.fromkeys(pointers, f"*{dtype}"), "size": "i32"},
-        constexprs={"BLOCK": BLOCK},
-        aligned=(*pointers, "size"),
+        constexprs={"BLOCK": BLOCK, "EVEN": True},
+        aligned=pointers,
         num_warps=4,
         num_stages=1,
     )

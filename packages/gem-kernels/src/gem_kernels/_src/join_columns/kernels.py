@@ -56,7 +56,7 @@ def join_columns_kernel(
     part5_ptr,
     part6_ptr,
     part7_ptr,
-    stride,  # of the joined rows
+    stride_joined,
     num_rows,
     W0: tl.constexpr,
     W1: tl.constexpr,
@@ -78,14 +78,14 @@ def join_columns_kernel(
     C5: tl.constexpr = C4 + W4
     C6: tl.constexpr = C5 + W5
     C7: tl.constexpr = C6 + W6
-    _copy_part(joined_ptr, part0_ptr, first, num_rows, stride, 0, W0, ROWS, APART)
-    _copy_part(joined_ptr, part1_ptr, first, num_rows, stride, C1, W1, ROWS, APART)
-    _copy_part(joined_ptr, part2_ptr, first, num_rows, stride, C2, W2, ROWS, APART)
-    _copy_part(joined_ptr, part3_ptr, first, num_rows, stride, C3, W3, ROWS, APART)
-    _copy_part(joined_ptr, part4_ptr, first, num_rows, stride, C4, W4, ROWS, APART)
-    _copy_part(joined_ptr, part5_ptr, first, num_rows, stride, C5, W5, ROWS, APART)
-    _copy_part(joined_ptr, part6_ptr, first, num_rows, stride, C6, W6, ROWS, APART)
-    _copy_part(joined_ptr, part7_ptr, first, num_rows, stride, C7, W7, ROWS, APART)
+    _copy_part(joined_ptr, part0_ptr, first, num_rows, stride_joined, 0, W0, ROWS, APART)
+    _copy_part(joined_ptr, part1_ptr, first, num_rows, stride_joined, C1, W1, ROWS, APART)
+    _copy_part(joined_ptr, part2_ptr, first, num_rows, stride_joined, C2, W2, ROWS, APART)
+    _copy_part(joined_ptr, part3_ptr, first, num_rows, stride_joined, C3, W3, ROWS, APART)
+    _copy_part(joined_ptr, part4_ptr, first, num_rows, stride_joined, C4, W4, ROWS, APART)
+    _copy_part(joined_ptr, part5_ptr, first, num_rows, stride_joined, C5, W5, ROWS, APART)
+    _copy_part(joined_ptr, part6_ptr, first, num_rows, stride_joined, C6, W6, ROWS, APART)
+    _copy_part(joined_ptr, part7_ptr, first, num_rows, stride_joined, C7, W7, ROWS, APART)
 
 
 def launch(joined: Tensor, parts: Sequence[Tensor | None], widths: Sequence[int], *, apart: bool) -> None:

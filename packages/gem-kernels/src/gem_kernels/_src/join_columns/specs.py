@@ -17,9 +17,9 @@ def _spec(widths: Sequence[int], parts: Sequence[str | None], joined: str, *, ap
     return CompileSpec(
         id=f"{'apart' if apart else 'join'}-{'-'.join(map(str, widths))}-{joined}",
         kernel=join_columns_kernel,
-        signature={"joined_ptr": f"*{joined}", **pointers, "stride": "i32", "num_rows": "i32"},
+        signature={"joined_ptr": f"*{joined}", **pointers, "stride_joined": "i32", "num_rows": "i32"},
         constexprs={**constexprs, "ROWS": ROWS, "APART": apart},
-        aligned=("joined_ptr", *pointers, "stride"),
+        aligned=("joined_ptr", *pointers, "stride_joined"),
         num_warps=4,
         num_stages=1,
     )
