@@ -149,8 +149,11 @@ def test_gpu_hopper_matches_oracle(case, dtype, launches):
 @pytest.mark.gpu
 def test_gpu_hopper_lets_no_sequence_reach_another_and_repeats(launches):
     x, _ = inputs(torch.bfloat16)
-    expected, again = (call(x, {}, True, activation="fast_gelu") for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(expected, again, strict=True))
+    expected = call(x, {}, True, activation="fast_gelu")
+    # Often: a missing fence was seen in one launch of thirty.
+    for _ in range(60):
+        again = call(x, {}, True, activation="fast_gelu")
+        assert all(torch.equal(a, b) for a, b in zip(expected, again, strict=True))
     inside = [slice(*offsets[4:6].tolist()) for offsets in (x.offsets_q, x.offsets_k)]
     changed = x._replace(q=x.q.clone(), k=x.k.clone(), v=x.v.clone())
     for t, rows in ((changed.q, inside[0]), (changed.k, inside[1]), (changed.v, inside[1])):
@@ -160,7 +163,7 @@ def test_gpu_hopper_lets_no_sequence_reach_another_and_repeats(launches):
         keep = torch.ones(before.shape[0], dtype=torch.bool)
         keep[rows] = False
         assert torch.equal(before[keep], after[keep])
-    assert len(launches) == 9
+    assert len(launches) == 3 * 62
 
 
 @pytest.mark.gpu
