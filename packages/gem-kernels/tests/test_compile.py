@@ -13,12 +13,18 @@ pytestmark = pytest.mark.compile
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 OPS = {
     "block_attention",
+    "column_sums",
+    "gate",
     "gdpa",
     "gdpa_norm_block",
+    "hat_columns",
     "jagged_attention",
+    "join_columns",
     "layer_norm_rows",
     "mx",
     "norm_linear",
+    "token_linear",
+    "token_products",
     "transpose_tokens",
 }
 
