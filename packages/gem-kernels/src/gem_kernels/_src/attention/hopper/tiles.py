@@ -18,6 +18,16 @@ tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 _TILE_ROWS = gl.constexpr(TILE_ROWS)
 _ROWS = gl.constexpr(ROWS)
 _END = gl.constexpr(SEQUENCE_END)
+_HAS_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+@gluon.jit
+def _as_tile_of(tile, desc):
+    """The memory of a tile in the shape of those of a descriptor."""
+    if _HAS_REINTERPRET:
+        return tile.reinterpret(tile.dtype, desc.block_shape, desc.layout)
+    else:
+        return tile._reinterpret(tile.dtype, desc.block_shape, desc.layout)
 
 
 @gluon.jit
@@ -69,7 +79,7 @@ def store_tile(out_desc, out_ptr, out_tile, out, row, num_rows, channel, stride_
 @gluon.jit
 def copy_rows(desc, first, length, row, channel, barrier, tile):
     """Copy rows of the sequence [first, first + length) from ``row`` on by a ``sequence_descriptor``, then zeros."""
-    place = tile._reinterpret(tile.dtype, desc.block_shape, desc.layout)
+    place = _as_tile_of(tile, desc)
     tma_load(desc, [_END, first + length, _END - length + row, channel], barrier, place)
 
 
@@ -79,7 +89,7 @@ def write_rows(desc, tile, out, row, num_rows, channel):
     tile.store(out)
     fence_async_shared()
     length = gl.minimum(gl.maximum(num_rows, 0), _ROWS)
-    place = tile._reinterpret(tile.dtype, desc.block_shape, desc.layout)
+    place = _as_tile_of(tile, desc)
     tma_store(desc, [_END, row + length, _END - length, channel], place)
 
 
@@ -106,7 +116,7 @@ def load_rows(desc, ring, ready, first, length, row, channel, s, BLOCK_N: gl.con
     ``desc`` is a ``sequence_descriptor``: its coordinates are those of the row counted from the sequence's end.
     """
     mbarrier.expect(ready.index(s), BLOCK_N * D * 2)
-    place = ring.index(s)._reinterpret(ring.dtype, [1, 1, BLOCK_N, D], desc.layout)
+    place = _as_tile_of(ring.index(s), desc)
     tma_load(desc, [_END, first + length, _END - length + row, channel], ready.index(s), place)
 
 
@@ -117,5 +127,5 @@ def store_rows(out_desc, out_tile, out, row, num_rows, channel, D: gl.constexpr)
     out_tile.store(out)
     fence_async_shared()
     length = gl.maximum(num_rows, 0)
-    place = out_tile._reinterpret(out_tile.dtype, [1, 1, _ROWS, D], out_desc.layout)
+    place = _as_tile_of(out_tile, out_desc)
     tma_store(out_desc, [_END, row + length, _END - length, channel], place)
