@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gem_parallel._src.embeddings.link import Link
 
-__all__ = ["Grid", "make_grid"]
+__all__ = ["Grid", "make_grid", "needs_exchange", "shape_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +44,20 @@ class Grid:
     def rank(self) -> int:
         """This process' rank on the flat axis."""
         return self.rank_of(self.shard_rank, self.replica_rank)
+
+
+def needs_exchange(mesh: DeviceMesh) -> bool:
+    """Whether ids travel."""
+    return mesh.size() > 1
+
+
+def shape_of(mesh: DeviceMesh) -> tuple[int, int]:
+    """(ranks of a sharding group, replicas)."""
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim == 2 and "sparse_replicate" in names:
+        replicas = mesh.size(names.index("sparse_replicate"))
+        return mesh.size() // replicas, replicas
+    return mesh.size(), 1
 
 
 def make_grid(mesh: DeviceMesh, column_shards: Iterable[int], *, timeout_s: float | None = None) -> Grid:

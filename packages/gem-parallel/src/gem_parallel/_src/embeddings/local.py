@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gem_parallel._src.embeddings.combined_engine import CombinedEngine
 from gem_parallel._src.embeddings.config import FeatureConfig, IdPolicy
+from gem_parallel._src.embeddings.engine import Engine
 from gem_parallel._src.embeddings.flat_batch import Flattener
 from gem_parallel._src.embeddings.ids import BatchIds
 from gem_parallel._src.embeddings.keyed_path import KeyedPath, row_dtype
@@ -25,7 +26,7 @@ from gem_parallel._src.embeddings.pending import LocalBatch
 from gem_parallel._src.embeddings.transfer import Flag
 from gem_parallel._src.embeddings.unit_layout import Unit
 
-__all__ = ["LocalPath"]
+__all__ = ["LocalPath", "make_local"]
 
 ORDER = {"none": 0, "sum": 1, "mean": 2}
 
@@ -191,3 +192,18 @@ def _unit(group: Group, engine: CombinedEngine, first_table: int) -> Unit:
         sums=True,
         max_bags=engine.max_bags,
     )
+
+
+def make_local(
+    groups: Sequence[Group],
+    engines: Sequence[Sequence[Engine]],
+    features: Sequence[FeatureConfig],
+    *,
+    policy: IdPolicy,
+    device: torch.device,
+) -> LocalPath | None:
+    """The way of one process, unless an engine does not combine its tables; ``engines`` are each group's."""
+    combined = [[engine for engine in own if isinstance(engine, CombinedEngine)] for own in engines]
+    if any(len(some) < len(own) for some, own in zip(combined, engines, strict=True)):
+        return None
+    return LocalPath(groups, combined, features, policy=policy, device=device)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from gem_parallel._src.embeddings.config import FeatureConfig
 from gem_parallel._src.embeddings.grid import Grid
 from gem_parallel._src.embeddings.ids import FeatureIds
 from gem_parallel._src.embeddings.link import Transfer
@@ -35,7 +36,7 @@ from gem_parallel._src.embeddings.stores import (
 )
 from gem_parallel._src.embeddings.wire import RowTransfer
 
-__all__ = ["Assemble", "Flight", "Started", "start_flights"]
+__all__ = ["Flight", "Started", "by_feature", "land_flights", "start_flights"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +70,11 @@ class Started:
     sums: list[Tensor] = field(default_factory=list)
     """Of a process whose engines combine their tables."""
     done: bool = False
+
+    @classmethod
+    def refused(cls) -> Started:
+        """Of a batch that is not to be looked up."""
+        return cls(step=None, learning_rate=0.0, flights=None, done=True)
 
 
 def start_flights(
@@ -126,6 +132,32 @@ def start_flights(
             )
         )
     return flights
+
+
+def land_flights(
+    flights: Sequence[Flight], anchor: Tensor, update: Update | None, *, grid: Grid | None, wire_dtype: torch.dtype
+) -> Sequence[Tensor]:
+    """Outputs of the requests' features, in their order; ``update`` is None where nothing will be updated."""
+    rows = [each for flight in flights for each in flight.rows]
+    with torch.set_grad_enabled(update is not None):
+        outputs: Sequence[Tensor] = Assemble.apply(anchor, flights, grid, wire_dtype, update, *rows)
+    return outputs
+
+
+def by_feature(
+    requests: Sequence[GroupRequest], outputs: Sequence[Tensor], features: Sequence[FeatureConfig]
+) -> dict[str, Tensor]:
+    """Outputs by name, column shards side by side; one output per feature of each request, in their order."""
+    slots = [feature.slot for request in requests for feature in request.ids.features]
+    by_name: dict[str, list[tuple[int, Tensor]]] = {}
+    for slot, output in zip(slots, outputs, strict=True):
+        by_name.setdefault(slot.config.name, []).append((slot.piece, output))
+    found = {}
+    for feature in features:
+        parts = [output for _, output in sorted(by_name.get(feature.name, []), key=lambda part: part[0])]
+        if parts:
+            found[feature.name] = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    return found
 
 
 class Assemble(torch.autograd.Function):

@@ -15,7 +15,6 @@ from gem_parallel._src.agreement import check_agreement
 from gem_parallel._src.checks import check_number
 from gem_parallel._src.embeddings.arguments import check_configs, check_options, resolve_device
 from gem_parallel._src.embeddings.build import Storage, make_engines, make_store, shares_rows
-from gem_parallel._src.embeddings.combined_engine import CombinedEngine
 from gem_parallel._src.embeddings.config import (
     FeatureConfig,
     Gather,
@@ -26,18 +25,19 @@ from gem_parallel._src.embeddings.config import (
 from gem_parallel._src.embeddings.engine import Engine
 from gem_parallel._src.embeddings.exchange import Exchanger
 from gem_parallel._src.embeddings.faults import raise_local, raise_ranks, raise_rates
-from gem_parallel._src.embeddings.grid import make_grid
+from gem_parallel._src.embeddings.grid import make_grid, needs_exchange, shape_of
 from gem_parallel._src.embeddings.ids import BatchReport, flatten_ids, summarise
 from gem_parallel._src.embeddings.initial import fill_initial
+from gem_parallel._src.embeddings.joined import check_one_dim, join_rows, joined_keys, split_joined
 from gem_parallel._src.embeddings.keyed import KeyedJaggedIds
 from gem_parallel._src.embeddings.keyed_path import KeyedBatch, KeyedPath
 from gem_parallel._src.embeddings.layout import check_local_rows, make_groups, make_shards
-from gem_parallel._src.embeddings.local import LocalPath
-from gem_parallel._src.embeddings.lookup import Assemble, Flight, Started, start_flights
+from gem_parallel._src.embeddings.local import LocalPath, make_local
+from gem_parallel._src.embeddings.lookup import Flight, Started, by_feature, land_flights, start_flights
 from gem_parallel._src.embeddings.memory import check_locations
-from gem_parallel._src.embeddings.pending import GroupRequest, LocalBatch, Pending
+from gem_parallel._src.embeddings.pending import GroupRequest, LocalBatch, Pending, check_pending
 from gem_parallel._src.embeddings.per_table import pooled_outputs
-from gem_parallel._src.embeddings.state import LocalTable, load_tables, save_tables
+from gem_parallel._src.embeddings.state import LocalTable, load_tables, local_tables, save_tables
 from gem_parallel._src.embeddings.stores import ShardedStore, Store, Update
 from gem_parallel._src.embeddings.transfer import DeviceVector
 from gem_parallel._src.embeddings.update_norm import UpdateMeter
@@ -152,7 +152,7 @@ class ShardedEmbeddings(nn.Module):
             }
             remedy = "make tables, features and options from the same values on every rank"
             check_agreement("ShardedEmbeddings", mesh, settings, remedy=remedy)
-        num_shards, num_replicas = _shape_of(mesh) if mesh is not None and several else (1, 1)
+        num_shards, num_replicas = shape_of(mesh) if mesh is not None and several else (1, 1)
         self._shards = make_shards(self.tables, num_shards, num_replicas)
         check_local_rows(self._shards)
         self._groups = make_groups(self._shards, self.features, joint_columns=optimizer.kind == "rowwise_adagrad")
@@ -198,7 +198,9 @@ class ShardedEmbeddings(nn.Module):
             self._exchanger = Exchanger(
                 self._groups, self.features, self._grid, self.device, policy=id_policy, combined=combined
             )
-        self._local = self._make_local() if self._grid is None else None
+        self._local: LocalPath | None = None
+        if self._grid is None:
+            self._local = make_local(self._groups, self._engines, self.features, policy=id_policy, device=self.device)
         self._step = 0
         self._learning_rate = optimizer.learning_rate
         self._refuses_other_keys = False
@@ -238,7 +240,7 @@ class ShardedEmbeddings(nn.Module):
         keys, joined = None, None
         if isinstance(ids, KeyedJaggedIds):
             keys, joined = ids.keys, self._exchange_joined(ids)
-            ids = self._split(ids) if joined is None else {}
+            ids = split_joined(ids, self._exchanger) if joined is None else {}
         if joined is not None:
             pending = joined
         elif self._local is not None:
@@ -258,14 +260,6 @@ class ShardedEmbeddings(nn.Module):
         stream = torch.cuda.current_stream(self.device) if self._on_cuda else None
         local = path.exchange(ids, stream)
         return None if local is None else self._begun(local, path, stream)
-
-    def _split(self, ids: KeyedJaggedIds) -> dict[str, tuple[Tensor, Tensor]]:
-        try:
-            return ids.split()
-        except Exception:
-            if self._exchanger is not None:
-                self._exchanger.refuse()
-            raise
 
     def _exchange_locally(self, ids: Mapping[str, tuple[Tensor, Tensor]], path: LocalPath) -> Pending:
         stream = torch.cuda.current_stream(self.device) if self._on_cuda else None
@@ -317,7 +311,7 @@ class ShardedEmbeddings(nn.Module):
             ValueError: a batch of another module, or one that was looked up.
             TypeError: ``pending`` is not what ``exchange`` returns.
         """
-        self._check_pending("start_lookup", pending)
+        check_pending("start_lookup", pending, self)
         if pending.started is not None:
             raise ValueError("start_lookup: `pending` must be a batch that was not looked up, got one that was")
         if self._local is None:
@@ -402,36 +396,18 @@ class ShardedEmbeddings(nn.Module):
             ValueError: the batch came as a mapping, or the keys' tables have several dims; it can still be looked up.
             IndexError, ValueError, TypeError: as ``start_lookup``.
         """
-        self._check_pending("lookup_joined", pending)
-        if pending.keys is None:
-            raise ValueError(
-                "lookup_joined: `pending` must be of KeyedJaggedIds, got a batch that came as a mapping; call lookup"
-            )
+        check_pending("lookup_joined", pending, self)
+        keys = joined_keys(pending)
         if isinstance(pending.local, KeyedBatch):
             started = self._begin("lookup_joined", pending)
             (rows,), started.sums = started.sums, []
             return rows
-        self._check_one_dim(pending.keys)
-        found = self.lookup(pending)
-        with torch.set_grad_enabled(any(each.requires_grad for each in found.values())):
-            return torch.cat([found[key] for key in pending.keys])
-
-    def _check_one_dim(self, keys: Sequence[str]) -> None:
-        table_of = {feature.name: feature.table for feature in self.features}
-        dim_of = {table.name: table.dim for table in self.tables}
-        dims: dict[int, str] = {}
-        for key in keys:
-            dims.setdefault(dim_of[table_of[key]], key)
-        if len(dims) > 1:
-            shown = ", ".join(f"{dim} ({key!r})" for dim, key in sorted(dims.items()))
-            raise ValueError(
-                f"lookup_joined: the tables of all keys must have one dim, got {shown}; call lookup, or keep the "
-                "features of each dim in a ShardedEmbeddings of their own"
-            )
+        check_one_dim(keys, self.features, self.tables)
+        return join_rows(keys, self.lookup(pending))
 
     def _begin(self, function: str, pending: Pending) -> Started:
         """Start the lookup if that is still to be done, and take it."""
-        self._check_pending(function, pending)
+        check_pending(function, pending, self)
         if pending.started is None:
             self.start_lookup(pending)
         started: Started = pending.started
@@ -448,22 +424,11 @@ class ShardedEmbeddings(nn.Module):
             for request, engines in zip(pending.requests, self._engines, strict=True):
                 outputs += pooled_outputs(request, engines, started.step, self._anchor)
         else:
-            rows = [each for flight in flights for each in flight.rows]
             update = None
             if started.step is not None:
                 update = Update(step=started.step, learning_rate=started.learning_rate)
-            with torch.set_grad_enabled(started.step is not None):
-                outputs += Assemble.apply(self._anchor, flights, self._grid, self.wire_dtype, update, *rows)
-        slots = [feature.slot for request in pending.requests for feature in request.ids.features]
-        by_name: dict[str, list[tuple[int, Tensor]]] = {}
-        for slot, output in zip(slots, outputs, strict=True):
-            by_name.setdefault(slot.config.name, []).append((slot.piece, output))
-        found = {}
-        for feature in self.features:
-            parts = [output for _, output in sorted(by_name.get(feature.name, []), key=lambda part: part[0])]
-            if parts:
-                found[feature.name] = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return found
+            outputs += land_flights(flights, self._anchor, update, grid=self._grid, wire_dtype=self.wire_dtype)
+        return by_feature(pending.requests, outputs, self.features)
 
     @property
     def learning_rate(self) -> float:
@@ -519,26 +484,6 @@ class ShardedEmbeddings(nn.Module):
             )
         return self._meter.norms(self._local_tables())
 
-    def _make_local(self) -> LocalPath | None:
-        """The way of one process, unless an engine does not combine its tables."""
-        combined = [[engine for engine in engines if isinstance(engine, CombinedEngine)] for engines in self._engines]
-        if any(len(some) < len(engines) for some, engines in zip(combined, self._engines, strict=True)):
-            return None
-        return LocalPath(self._groups, combined, self.features, policy=self.id_policy, device=self.device)
-
-    def _check_pending(self, function: str, pending: object) -> None:
-        if not isinstance(pending, Pending):
-            raise TypeError(
-                f"{function}: `pending` must be a Pending, got {type(pending).__name__}; "
-                "pass what exchange(ids) returns"
-            )
-        if pending.owner is not self:
-            raise ValueError(
-                f"{function}: `pending` must come from this module's exchange, got a batch of another "
-                "ShardedEmbeddings, whose tables its ids were checked against; "
-                "call exchange of the module that looks it up"
-            )
-
     def _settle(self, pending: Pending) -> None:
         """Read the check of a batch, if that is still to be done."""
         if self._local is not None:
@@ -548,7 +493,7 @@ class ShardedEmbeddings(nn.Module):
             try:
                 faulty = pending.path.faults(pending.local)
             except ValueError:
-                pending.started = _refused()
+                pending.started = Started.refused()
                 raise
             report = None if faulty is None else summarise(faulty.summary.tolist())
             batch = () if faulty is None else faulty.groups
@@ -558,7 +503,7 @@ class ShardedEmbeddings(nn.Module):
         if report is not None:
             self._count(report)
             # Whoever catches the error has no batch to look up.
-            pending.started = _refused()
+            pending.started = Started.refused()
             raise_local(report, batch, self.features, self.tables, self.id_policy)
             pending.started = None
 
@@ -568,17 +513,7 @@ class ShardedEmbeddings(nn.Module):
         ]
 
     def _local_tables(self) -> list[LocalTable]:
-        """Every table, or column shard of one, with this rank's rows, perhaps none, and optimizer state."""
-        found = []
-        for group, engines in zip(self._groups, self._engines, strict=True):
-            weights = [weight for engine in engines for weight in engine.weights()]
-            states = [state for engine in engines for state in engine.states()]
-            for shard, weight, state in zip(group.tables, weights, states, strict=True):
-                first, last = (0, shard.config.num_rows)
-                if self._grid is not None:
-                    first, last = shard.slice_of(self._grid.shard_rank, self._grid.replica_rank)
-                found.append(LocalTable(shard=shard, weight=weight, state=state, first_row=first, last_row=last))
-        return found
+        return local_tables(self._groups, self._engines, self._grid)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         step = self._step if self._counts_steps else None
@@ -652,22 +587,3 @@ class ShardedEmbeddings(nn.Module):
         if self._grid is not None:
             lines.append(f"{self._grid.num_shards} ranks hold a copy, {self._grid.num_replicas} replicas")
         return "\n".join([*lines, f"optimizer={self.optimizer.kind}, id_policy={self.id_policy}"])
-
-
-def _refused() -> Started:
-    """Of a batch that is not to be looked up."""
-    return Started(step=None, learning_rate=0.0, flights=None, done=True)
-
-
-def _shape_of(mesh: DeviceMesh) -> tuple[int, int]:
-    """(ranks of a sharding group, replicas)."""
-    names = mesh.mesh_dim_names or ()
-    if mesh.ndim == 2 and "sparse_replicate" in names:
-        replicas = mesh.size(names.index("sparse_replicate"))
-        return mesh.size() // replicas, replicas
-    return mesh.size(), 1
-
-
-def needs_exchange(mesh: DeviceMesh) -> bool:
-    """Whether ids travel."""
-    return mesh.size() > 1

@@ -15,7 +15,7 @@ from gem_parallel._src.embeddings.keyed_path import KeyedBatch
 from gem_parallel._src.embeddings.link import Transfer
 from gem_parallel._src.embeddings.transfer import DeviceVector, Flag
 
-__all__ = ["GroupRequest", "LocalBatch", "LocalOrder", "Pending", "ReplicaRoute", "Route"]
+__all__ = ["GroupRequest", "LocalBatch", "LocalOrder", "Pending", "ReplicaRoute", "Route", "check_pending"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,3 +163,21 @@ class Pending:
             if request.local is not None:
                 found += [request.local.rows, request.local.order, request.local.starts]
         return found
+
+
+def check_pending(function: str, pending: object, owner: object) -> None:
+    """Refuse what is no batch, or one of another module than ``owner``.
+
+    Raises:
+        TypeError, ValueError: that.
+    """
+    if not isinstance(pending, Pending):
+        raise TypeError(
+            f"{function}: `pending` must be a Pending, got {type(pending).__name__}; pass what exchange(ids) returns"
+        )
+    if pending.owner is not owner:
+        raise ValueError(
+            f"{function}: `pending` must come from this module's exchange, got a batch of another "
+            "ShardedEmbeddings, whose tables its ids were checked against; "
+            "call exchange of the module that looks it up"
+        )

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from gem_parallel._src.embeddings.engine import Engine
 from gem_parallel._src.embeddings.grid import Grid
-from gem_parallel._src.embeddings.layout import TableShard
+from gem_parallel._src.embeddings.layout import Group, TableShard
 
-__all__ = ["LoadResult", "LocalTable", "load_tables", "save_tables"]
+__all__ = ["LoadResult", "LocalTable", "load_tables", "local_tables", "save_tables"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +43,26 @@ class LocalTable:
         """Shape of the whole tensor that ``part`` is of."""
         config = self.shard.config
         return (config.num_rows, config.dim) if part.dim() == 2 else (config.num_rows,)
+
+
+def local_tables(groups: Sequence[Group], engines: Sequence[Sequence[Engine]], grid: Grid | None) -> list[LocalTable]:
+    """Every table, or column shard of one, with this rank's rows, perhaps none, and optimizer state.
+
+    Args:
+        groups: All.
+        engines: Of each group.
+        grid: The ranks; None in one process.
+    """
+    found = []
+    for group, own in zip(groups, engines, strict=True):
+        weights = [weight for engine in own for weight in engine.weights()]
+        states = [state for engine in own for state in engine.states()]
+        for shard, weight, state in zip(group.tables, weights, states, strict=True):
+            first, last = (0, shard.config.num_rows)
+            if grid is not None:
+                first, last = shard.slice_of(grid.shard_rank, grid.replica_rank)
+            found.append(LocalTable(shard=shard, weight=weight, state=state, first_row=first, last_row=last))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
