@@ -21,6 +21,8 @@ Six roles share a program:
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -48,16 +50,24 @@ from gem_kernels._src.attention.hopper.tiles import (
     zero_rows,
 )
 from gem_kernels._src.jagged_attention.hopper_forward import _exp2
+from gem_kernels._src.jagged_attention.hopper_turns import (
+    NUM_WORKS,
+    announce,
+    await_work,
+    claim,
+    fence_turn,
+    pass_turn,
+    turn_of,
+)
 
 _TILE_ROWS = gl.constexpr(TILE_ROWS)
 _ROWS = gl.constexpr(ROWS)
-_NUM_WORKS = gl.constexpr(4)
-"""Units of work that the producer may be ahead of a role."""
+_NUM_WORKS = gl.constexpr(NUM_WORKS)
 FINISH_ROWS = 32
 
 
 @builtin
-def _reduce_by_tma(desc, coord, src, _semantic=None):
+def _reduce_by_tma(desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
@@ -67,7 +77,7 @@ _tma_add = getattr(tma, "async_atomic_add", _reduce_by_tma)
 
 
 @builtin
-def _view(tile, dtype, shape, layout, _semantic=None):
+def _view(tile: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
     """The memory of a tile as another; Triton 3.9 has renamed the method."""
     view = tile.reinterpret if hasattr(tile, "reinterpret") else tile._reinterpret
     return view(dtype, shape, layout, _semantic=_semantic)
@@ -81,82 +91,6 @@ def _num_query_tiles(len_q, GROUP: gl.constexpr):
     whose place is that of the unit before: with one tile both would be the same.
     """
     return gl.maximum((len_q + _ROWS - 1) // _ROWS, 2 if GROUP == 1 else 1)
-
-
-# ---------------------------------------------------------------- units of work
-
-
-@gluon.jit
-def _claim(ptr):
-    """The number of the next unit, for a role of one warp."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        .reg .u32 t;
-        mov.u32 t, %laneid;
-        setp.eq.u32 p, t, 0;
-        mov.u32 t, 0;
-        @p atom.relaxed.gpu.global.add.u32 t, [$1], 1;
-        shfl.sync.idx.b32 $0, t, 0, 0x1f, 0xffffffff;
-        }""",
-        "=r,l", [ptr.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _announce(works, work_ready, work_empty, index, work):
-    """Tell the other roles the program's ``index``-th unit."""
-    s = index % _NUM_WORKS
-    mbarrier.wait(work_empty.index(s), ((index // _NUM_WORKS) & 1) ^ 1)
-    works.index(s).store(gl.full([1], work, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    mbarrier.arrive(work_ready.index(s), count=1)
-
-
-@gluon.jit
-def _next_work(works, work_ready, work_empty, index, NUM_WARPS: gl.constexpr):
-    """The program's ``index``-th unit; each role asks once for each."""
-    s = index % _NUM_WORKS
-    mbarrier.wait(work_ready.index(s), (index // _NUM_WORKS) & 1)
-    work = gl.max(works.index(s).load(gl.BlockedLayout([1], [32], [NUM_WARPS], [0])), 0)
-    mbarrier.arrive(work_empty.index(s), count=1)
-    return work
-
-
-# ---------------------------------------------------------------- turns
-
-
-@gluon.jit
-def _turn(ptr):
-    """Key tiles that have been added, and what they have added is there."""
-    return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", [ptr.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _fence_turn(turn):
-    """Between a turn that was read and copies by the engine."""
-    gl.inline_asm_elementwise(
-        "{ fence.proxy.async; mov.u32 $0, $1; }", "=r,r", [turn], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _pass_turn(ptr):
-    """Count one more key tile when everything that this warp has sent has arrived."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred p;
-        .reg .u32 t;
-        cp.async.bulk.wait_group 0;
-        bar.warp.sync 0xffffffff;
-        mov.u32 t, %laneid;
-        setp.eq.u32 p, t, 0;
-        @p red.release.gpu.global.add.u32 [$1], 1;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l", [ptr.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- roles
@@ -173,8 +107,8 @@ def _produce(
     index = 0  # units of work so far
     num_partial = 0  # key tiles that the cleaner touches
     count = 0  # query tiles of the unit before
-    work = _claim(claims_ptr)
-    _announce(works, work_ready, work_empty, 0, work)
+    work = claim(claims_ptr)
+    announce(works, work_ready, work_empty, 0, work)
     while work < num_works:
         first_k, len_k, first_q, len_q = load_chunk(chunks_ptr, work, num_heads_kv)
         head_kv = work % num_heads_kv
@@ -222,8 +156,8 @@ def _produce(
         count = GROUP * num_tiles
         index += 1
         # Not earlier: a unit whose program is still busy with another holds up those that wait for its turns.
-        work = _claim(claims_ptr)
-        _announce(works, work_ready, work_empty, index, work)
+        work = claim(claims_ptr)
+        announce(works, work_ready, work_empty, index, work)
 
 
 @gluon.jit
@@ -236,7 +170,7 @@ def _clean(
     num_raw = 0
     index = 0
     num_partial = 0
-    work = _next_work(works, work_ready, work_empty, 0, 1)
+    work = await_work(works, work_ready, work_empty, 0, 1)
     while work < num_works:
         _first_k, len_k, first_q, len_q = load_chunk(chunks_ptr, work, num_heads_kv)
         if len_k < _TILE_ROWS:
@@ -273,7 +207,7 @@ def _clean(
                 rest -= _ROWS
                 stage += 1
         index += 1
-        work = _next_work(works, work_ready, work_empty, index, 1)
+        work = await_work(works, work_ready, work_empty, index, 1)
 
 
 @gluon.jit
@@ -302,7 +236,7 @@ def _add(
     dq_tile = dq_tiles.index(W)
     tile = 0
     index = 0
-    work = _next_work(works, work_ready, work_empty, 0, 1)
+    work = await_work(works, work_ready, work_empty, 0, 1)
     while work < num_works:
         _first_k, _len_k, first_q, len_q = load_chunk(chunks_ptr, work, num_heads_kv)
         block = gl.load(blocks_ptr + work // num_heads_kv)
@@ -313,16 +247,16 @@ def _add(
             turn_ptr = turns_ptr + (2 * (first_q * num_heads + head) + W)
             turn = block
             if (block > 0) & (len_q > 0):
-                turn = _turn(turn_ptr)
+                turn = turn_of(turn_ptr)
             for i in range(num_tiles):
                 row = first_q + i * _ROWS
                 rest = len_q - i * _ROWS
                 mbarrier.wait(dq_ready.index(2 * W + (tile & 1)), (tile >> 1) & 1)
                 if rest > 0:
                     while turn < block:
-                        turn = _turn(turn_ptr)
+                        turn = turn_of(turn_ptr)
                     if block > 0:
-                        _fence_turn(turn)
+                        fence_turn(turn)
                         # Rows past the queries are zeros: nothing is added to the next sequence.
                         _tma_add(sums_desc, [row, channel], dq_tile)
                     elif rest >= _ROWS:
@@ -331,15 +265,15 @@ def _add(
                         _store_rows(sums_ptr, dq_tile, row, rest, channel, stride_st, HALF)
                     if (block > 0) & (rest > _ROWS):
                         # While the tile is read.
-                        turn = _turn(turn_ptr + next_tile)
+                        turn = turn_of(turn_ptr + next_tile)
                     tma.store_wait(pendings=0)
                 mbarrier.arrive(dq_empty.index(W), count=1)
                 if rest > 0:
-                    _pass_turn(turn_ptr)
+                    pass_turn(turn_ptr)
                 turn_ptr += next_tile
                 tile += 1
         index += 1
-        work = _next_work(works, work_ready, work_empty, index, 1)
+        work = await_work(works, work_ready, work_empty, index, 1)
 
 
 @gluon.jit
@@ -370,7 +304,7 @@ def _consume(
     stage = 0  # query tiles so far
     index = 0  # units of work so far
     rest_before = 0
-    work = _next_work(works, work_ready, work_empty, 0, 4)
+    work = await_work(works, work_ready, work_empty, 0, 4)
     if work < num_works:
         mbarrier.wait(k_ready.index(0), 0)
         mbarrier.wait(q_ready.index(0), 0)
@@ -427,7 +361,7 @@ def _consume(
                 following = stage + 1
                 next_index = index + gl.where(is_end, 1, 0)
                 if is_end:
-                    next_work = _next_work(works, work_ready, work_empty, next_index, 4)
+                    next_work = await_work(works, work_ready, work_empty, next_index, 4)
                 if next_work < num_works:
                     mbarrier.wait(k_ready.index(next_index & 1), (next_index >> 1) & 1)
                     mbarrier.wait(q_ready.index(following % STAGES), (following // STAGES) & 1)
