@@ -70,5 +70,6 @@ def test_kernels_are_no_farther_from_float32_than_torchs_ops(preset, large, monk
         without_kernels(patch)
         torchs = results(model, batch, embeddings)
     for mine, plain, exact in zip(ours, torchs, (logits, gradients), strict=True):
-        assert error(plain, exact) < 0.1
+        # What bf16 does to small gradients that nearly cancel: 0.07 to 0.11 for torch's own ops.
+        assert error(plain, exact) < 0.2
         assert error(mine, exact) < 1.1 * error(plain, exact) + 1e-4

@@ -18,7 +18,7 @@ import gem_kernels
 SOURCE = Path(gem_kernels.__file__).parent
 
 FIXED_BY_THE_MODEL = {"num_heads", "num_heads_kv", "K"}
-FLOATS = {"scale", "scale_log2", "pre_scale", "post_scale", "dv_scale", "ds_scale", "eps"}
+FLOATS = {"scale", "scale_log2", "pre_scale", "post_scale", "dv_scale", "ds_scale", "out_scale", "eps"}
 """Triton does not specialise them."""
 CONSTANT = {"one"}
 """The launcher always passes 1, as an argument so that the compiler does not see it."""

@@ -26,12 +26,12 @@ def gated(x, z, grad):
 
 
 def expected(x, z, grad):
-    return gated(x.double(), z.double(), grad.double())
+    return gated(*(t.cpu().double() for t in (x, z, grad)))
 
 
 def assert_close(actual, exact, eps):
     for value, reference in zip(actual, exact, strict=True):
-        torch.testing.assert_close(value.double(), reference, rtol=eps, atol=eps)
+        torch.testing.assert_close(value.cpu().double(), reference, rtol=eps, atol=eps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

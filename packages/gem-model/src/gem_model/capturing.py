@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -75,6 +76,9 @@ def capture_segments(model: RankingModel, batch: RankingBatch, embeddings: Mappi
     model._captured = Captured()
     segments.run(model, batch, embeddings, record)
     modules = tuple(_Segment(functions[name], used[name]) for name in functions)
+    # Parameters keep the stream of the graph that they were last part of while that graph lives, and capture runs on
+    # another stream.
+    gc.collect()
     calls = torch.cuda.make_graphed_callables(modules, tuple(inputs[name] for name in functions))
     parameters = [p for p in model.parameters() if any(p is q for found in used.values() for q in found)]
     model._captured = Captured(dict(zip(functions, calls, strict=True)), parameters, batch.num_samples)
