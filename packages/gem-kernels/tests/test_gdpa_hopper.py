@@ -94,16 +94,17 @@ def test_the_forward_leaves_every_factor_that_the_kernel_omits_to_the_output(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "activation", "num_heads_kv", "in_pairs"),
+    ("dtype", "activation", "num_heads_kv", "num_queries", "in_pairs"),
     [
-        (torch.bfloat16, "fast_gelu", 4, True),
-        (torch.bfloat16, "fast_gelu", 2, False),
-        (torch.float16, "fast_gelu", 4, False),
-        (torch.bfloat16, "silu", 4, False),
+        (torch.bfloat16, "fast_gelu", 4, 420, True),
+        (torch.bfloat16, "fast_gelu", 4, 421, False),
+        (torch.bfloat16, "fast_gelu", 2, 130, False),
+        (torch.float16, "fast_gelu", 4, 130, False),
+        (torch.bfloat16, "silu", 4, 130, False),
     ],
 )
 def test_the_backward_takes_pairs_where_it_has_run_and_leaves_their_factors_to_the_gradients(
-    dtype, activation, num_heads_kv, in_pairs, monkeypatch
+    dtype, activation, num_heads_kv, num_queries, in_pairs, monkeypatch
 ):
     launches = []
 
@@ -116,7 +117,7 @@ def test_the_backward_takes_pairs_where_it_has_run_and_leaves_their_factors_to_t
     monkeypatch.setattr(hopper_launch, "multiprocessors", lambda _: 132)
     for name in ("query_chunks", "make_schedule", "backward_units"):
         monkeypatch.setattr(hopper_launch, name, lambda *_, **__: made)
-    x = attention_inputs((130,), (70,), num_heads=4, num_heads_kv=num_heads_kv, head_dim=128, dtype=dtype)
+    x = attention_inputs((num_queries,), (70,), num_heads=4, num_heads_kv=num_heads_kv, head_dim=128, dtype=dtype)
     grads = hopper_launch.launch_hopper_backward(x.do, x.q, x.k, x.v, x.offsets_q, x.offsets_k, activation, 0.25, 0.3)
     assert len(launches) == (1 if in_pairs else 2)
     given = {name: value for launch in launches for name, value in launch.items()}
