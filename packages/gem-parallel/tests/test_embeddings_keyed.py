@@ -365,6 +365,10 @@ def test_refused_offsets_and_lengths():
         KeyedJaggedIds(["a"], IDS)
     with pytest.raises(ValueError, match="got both"):
         KeyedJaggedIds(["a"], IDS, offsets=OFFSETS, lengths=OFFSETS)
+    with pytest.raises(ValueError, match="`lengths` must be at least 0, got -1 at place 1"):
+        KeyedJaggedIds(["a"], IDS, lengths=torch.tensor([3, -1]))
+    with pytest.raises(ValueError, match=r"`lengths` must sum to the number of values, 3, got 2"):
+        KeyedJaggedIds(["a"], IDS, lengths=torch.tensor([1, 1]))
     with pytest.raises(TypeError, match="`lengths` must be int64 or int32, got torch"):
         KeyedJaggedIds(["a"], IDS, lengths=OFFSETS.float())
     with pytest.raises(ValueError, match="keys x bags numbers, as many bags for each of the 2 keys, got 3"):
@@ -558,3 +562,10 @@ def test_it_compiles_without_a_gpu(capability, drop, pooled, written):
     )
     assert compiled.metadata.shared < 4096
     assert not re.search(r"st\.local|ld\.local", compiled.asm["ptx"])
+
+
+def test_a_batch_on_another_kind_of_device_is_refused():
+    batch = KeyedJaggedIds(["a"], IDS.to("meta"), offsets=OFFSETS.to("meta"))
+    module = make({"a": "sum"}, "cpu")
+    with pytest.raises(ValueError, match="`values` of joined ids must be on the tables' device cpu, got meta"):
+        module.exchange(batch)

@@ -124,7 +124,7 @@ def _memory(report: PlanReport) -> str:
         if amount
     ]
     verdict = "fits" if memory.fits else "DOES NOT FIT"
-    rows.append(("in all", _bytes(memory.peak.total), f"{verdict}: 0.9 of {_bytes(memory.capacity)} may be used"))
+    rows.append(("in all", _bytes(memory.peak.total), f"{verdict}: 90 % of {_bytes(memory.capacity)} may be used"))
     if memory.host_bytes:
         share = f"of {_bytes(memory.host_capacity)} per device; weights and moments of tables"
         rows.append(("host memory", _bytes(memory.host_bytes), share))

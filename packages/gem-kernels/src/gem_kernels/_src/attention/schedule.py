@@ -38,7 +38,7 @@ class AttentionSchedule:
     Args:
         offsets_q: (B + 1,) int32 or int64, from 0 to ``total_q``; None for seeds that every sequence shares.
         offsets_k: (B + 1,), from 0 to ``total_k``, on the same device; (R + 1,) with ``request_index``.
-        total_q: Rows of q.
+        total_q: Rows of q: S with seeds.
         total_k: Rows of k and v.
         max_seqlen_q: Longest query sequence in tokens; an upper bound is allowed.
         max_seqlen_k: Longest key sequence in tokens; an upper bound is allowed.
@@ -51,8 +51,10 @@ class AttentionSchedule:
         TypeError: on a dtype or argument type that does not fit.
 
     The tensors must keep their values: an op refuses a schedule whose offsets have been written in place since. Of
-    writes that torch does not count (through ``.data``, or by another library) nobody knows; make a new schedule. Make
-    one for every batch, inside or outside of ``torch.compile``; a schedule of an earlier batch is refused.
+    writes that torch does not count (under ``torch.inference_mode``, through ``.data``, or by another library) nobody
+    knows; make a new schedule. Make one for every batch, of the very tensors that the layers get: copies are refused,
+    unless a call has ``validate=True``, which compares values. It may be made inside or outside of ``torch.compile``,
+    where an op does not refuse a schedule of other tensors, but ignores it.
 
     Example:
         >>> schedule = AttentionSchedule(

@@ -111,6 +111,13 @@ def _is_int(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+_OF_LINEAR = {"rows", "in_features", "out_features", "norm"}
+_OF_ATTENTION = {
+    "lengths_q", "lengths_k", "num_heads", "num_heads_kv", "head_dim", "causal", "window_size", "activation",
+    "block_size", "rotary",
+}  # fmt: skip
+
+
 def load_cases(path: Path) -> list[ConformanceCase]:
     """Cases of a JSON file: a list of objects with the fields of ``ConformanceCase``."""
     try:
@@ -130,6 +137,12 @@ def _load_case(path: Path, number: int, entry: Any) -> ConformanceCase:
     if unknown or "op" not in entry:
         problem = f"unknown field {unknown[0]!r}" if unknown else "no `op`"
         raise ValueError(f"check: case {number} of `{path}` has {problem}; fields are {', '.join(sorted(fields))}.")
+    linear = entry["op"] in LINEAR_OPS
+    foreign = sorted(set(entry) & (_OF_ATTENTION if linear else _OF_LINEAR))
+    if foreign:
+        raise ValueError(f"check: case {number} of `{path}` has {foreign[0]!r}, which {entry['op']} does not take.")
+    if not linear and "lengths_q" not in entry:
+        raise ValueError(f"check: case {number} of `{path}` needs `lengths_q`, tokens per sequence: a list of ints.")
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
     try:
         return ConformanceCase(**values)

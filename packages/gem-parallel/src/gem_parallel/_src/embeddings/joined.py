@@ -15,9 +15,17 @@ from gem_parallel._src.embeddings.pending import Pending
 __all__ = ["check_one_dim", "join_rows", "joined_keys", "split_joined"]
 
 
-def split_joined(ids: KeyedJaggedIds, exchanger: Exchanger | None) -> dict[str, tuple[Tensor, Tensor]]:
+def split_joined(
+    ids: KeyedJaggedIds, exchanger: Exchanger | None, device: torch.device
+) -> dict[str, tuple[Tensor, Tensor]]:
     """Cut a batch into features; the other ranks are told if that fails."""
     try:
+        for name, tensor in (("values", ids.values), ("offsets", ids.offsets)):
+            if tensor.device.type != device.type:
+                raise ValueError(
+                    f"exchange: `{name}` of joined ids must be on the tables' device {device}, got {tensor.device}; "
+                    "move the batch first"
+                )
         return ids.split()
     except Exception:
         if exchanger is not None:

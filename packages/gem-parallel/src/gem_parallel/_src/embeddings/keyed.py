@@ -64,6 +64,8 @@ class KeyedJaggedIds:
                 f"KeyedJaggedIds: {rule}, as many bags for each of the {len(self.keys)} keys, got {count}; features "
                 "with other numbers of bags go to exchange as a mapping of (values, offsets)"
             )
+        if lengths is not None and lengths.device.type == "cpu":
+            _check_lengths(lengths, values.numel())
         self.values, self.offsets = values, offsets
 
     def split(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -107,7 +109,9 @@ class KeyedJaggedIds:
 
 def _checked_keys(keys: object) -> tuple[str, ...]:
     if isinstance(keys, str) or not isinstance(keys, Sequence):
-        raise TypeError(f"KeyedJaggedIds: `keys` must be a sequence of feature names, got {type(keys).__name__}")
+        raise TypeError(
+            f"KeyedJaggedIds: `keys` must be a sequence of feature names, got {type(keys).__name__}; pass a list"
+        )
     found = tuple(keys)
     if set(map(type, found)) - {str}:
         wrong = next(each for each in found if type(each) is not str)
@@ -118,6 +122,14 @@ def _checked_keys(keys: object) -> tuple[str, ...]:
         twice = next(key for key in found if found.count(key) > 1)
         raise ValueError(f"KeyedJaggedIds: `keys` must be distinct, got {twice!r} {found.count(twice)} times")
     return found
+
+
+def _check_lengths(lengths: Tensor, num_values: int) -> None:
+    if lengths.numel() and int(lengths.min()) < 0:
+        at = int(lengths.argmin())
+        raise ValueError(f"KeyedJaggedIds: `lengths` must be at least 0, got {int(lengths[at])} at place {at}")
+    if (total := int(lengths.sum())) != num_values:
+        raise ValueError(f"KeyedJaggedIds: `lengths` must sum to the number of values, {num_values}, got {total}")
 
 
 def _check_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...]) -> None:

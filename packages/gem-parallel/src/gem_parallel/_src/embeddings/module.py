@@ -240,7 +240,7 @@ class ShardedEmbeddings(nn.Module):
         keys, joined = None, None
         if isinstance(ids, KeyedJaggedIds):
             keys, joined = ids.keys, self._exchange_joined(ids)
-            ids = split_joined(ids, self._exchanger) if joined is None else {}
+            ids = split_joined(ids, self._exchanger, self.device) if joined is None else {}
         if joined is not None:
             pending = joined
         elif self._local is not None:
