@@ -18,8 +18,8 @@ from gem_kernels._src.attention.configs import (
 from gem_kernels._src.compile_spec import CompileSpec
 
 TRITON_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-_MAX_SPILL_BYTES = 128
-"""Per thread: the largest tiles hold two accumulators and spill some 30 registers; smaller ones read more memory."""
+_MAX_SPILL_BYTES = 160
+"""Per thread: the largest tiles hold two accumulators and spill up to 40 registers; smaller ones read more memory."""
 _FLOAT32_POINTERS = {"partial_ptr", "lse_ptr", "dlse_ptr", "delta_ptr"}
 _INDEX_POINTERS = {"request_index_ptr", "request_starts_ptr", "num_targets_ptr"}
 """Absent, None, unless a variant asks for them."""

@@ -82,6 +82,7 @@ def compile_specs() -> Sequence[CompileSpec]:
             constexprs={"BLOCK": BLOCK, "OTHERS": OTHERS},
             aligned=("offsets_q_ptr", "offsets_k_ptr", "chunks_ptr"),
             targets=(90,),
+            max_spill_bytes=16,
         )
     )
     return specs

@@ -57,7 +57,7 @@ def compile_specs() -> Sequence[CompileSpec]:
                         | dict.fromkeys(("HAS_BIAS", "HAS_NORM_WEIGHT"), options)
                         | {"IS_LAYER": is_layer, "HAS_NORM_BIAS": options and is_layer},
                         # A product of 128 registers, and one number per column for each option: once per tile.
-                        max_spill_bytes=64,
+                        max_spill_bytes=176 if options else 64,
                     )
                 )
     for name, in_features, out_features in (("bf16", 512, 512), ("fp16", 512, 512), ("bf16", 128, 128)):
