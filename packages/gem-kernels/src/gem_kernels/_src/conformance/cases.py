@@ -141,13 +141,14 @@ def _load_case(path: Path, number: int, entry: Any) -> ConformanceCase:
     foreign = sorted(set(entry) & (_OF_ATTENTION if linear else _OF_LINEAR))
     if foreign:
         raise ValueError(f"check: case {number} of `{path}` has {foreign[0]!r}, which {entry['op']} does not take.")
-    if not linear and "lengths_q" not in entry:
-        raise ValueError(f"check: case {number} of `{path}` needs `lengths_q`, tokens per sequence: a list of ints.")
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
     try:
-        return ConformanceCase(**values)
+        case = ConformanceCase(**values)
     except (TypeError, ValueError) as error:
         raise ValueError(f"check: case {number} of `{path}`: {error}") from error
+    if not linear and "lengths_q" not in entry:
+        raise ValueError(f"check: case {number} of `{path}` needs `lengths_q`, tokens per sequence: a list of ints.")
+    return case
 
 
 _EDGES: dict[str, Any] = {"lengths_q": (0, 1, 63, 64, 65, 200), "lengths_k": (8, 64, 1, 0, 128, 130)}
