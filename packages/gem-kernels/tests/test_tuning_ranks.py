@@ -157,7 +157,7 @@ def warm_without_a_gpu(arguments):
 def warm_ranks(tmp_path):
     """Runs both ranks of a job and returns their (exit code, output, errors)."""
     shapes = tmp_path / "shapes.json"
-    shapes.write_text(json.dumps([{"op": "gdpa"}]))
+    shapes.write_text(json.dumps([{"op": "gdpa", "lengths_q": [3]}]))
     program = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from test_tuning_ranks import warm_without_a_gpu\n"
