@@ -8,7 +8,8 @@ A unit of work is a head and a chunk of query rows of one sequence (``schedule.p
   half, be it of the next chunk, before it activates the scores it has, so short keys overlap as well as long ones, and
   the first half's values are multiplied while the second half is activated.
 
-A chunk of several query tiles keeps its keys in the ring until its last tile has met them.
+A chunk of several query tiles keeps its keys in the ring until its last tile has met them. Where the query rows are
+added to the output (``gdpa_norm_block``), a query tile stays until the output of its rows is there.
 
 The order of scores, activation and barriers in the consumer is such that the compiler issues products and activation
 by turns. Products all issued ahead of the activation look as if they would overlap better, and cost up to a sixth.
@@ -19,6 +20,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -97,7 +99,8 @@ def _await_scores(q_ready, k_ready, tile, stage, W: gl.constexpr, STAGES: gl.con
 def _consume(
     out_desc, out_ptr, stride_ot, chunks_ptr, q_tiles, k_ring, v_ring, out_tiles, q_ready, q_empty, k_ready, k_empty,
     v_ready, v_empty, num_works, num_heads, pre_scale, post_scale, ACTIVATION: gl.constexpr, IN_PAIRS: gl.constexpr,
-    HAS_PRE_SCALE: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
+    HAS_PRE_SCALE: gl.constexpr, ADD_QUERIES: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_tiles.dtype
     HALF: gl.constexpr = BLOCK_N // 2
@@ -146,7 +149,8 @@ def _consume(
                     other_scores = warpgroup_mma_wait(1, deps=[other_scores])
                     # A key tile leaves the ring with the last query tile of its chunk.
                     mbarrier.arrive(k_empty.index(s), count=1, pred=is_last_tile)
-                    mbarrier.arrive(q_empty.index(W * 2 + (tile & 1)), count=1, pred=is_last_key)
+                    if not ADD_QUERIES:
+                        mbarrier.arrive(q_empty.index(W * 2 + (tile & 1)), count=1, pred=is_last_key)
                     if has_next:
                         _await_scores(q_ready, k_ready, next_tile, next_stage, W, STAGES)
                     k_next = k_ring.index(next_stage % STAGES).slice(0, HALF, dim=0)
@@ -156,8 +160,16 @@ def _consume(
                     scores, acc, p, other_p = warpgroup_mma_wait(0, deps=[scores, acc, p, other_p])
                     mbarrier.arrive(v_empty.index(s), count=1, pred=is_last_tile)
                 row = first_q + t * _TILE_ROWS + W * _ROWS
+                out = acc * post_scale
+                if ADD_QUERIES:
+                    out += q.load(out_layout).to(gl.float32)
+                out = out.to(dtype)
+                if ADD_QUERIES:
+                    # Reads may still be under way at the barrier: without the fence the copy engine overwrites them.
+                    fence_async_shared()
+                    mbarrier.arrive(q_empty.index(W * 2 + (tile & 1)), count=1)
                 store_tile(
-                    out_desc, out_ptr, out_tile, (acc * post_scale).to(dtype), row, len_q - t * _TILE_ROWS - W * _ROWS,
+                    out_desc, out_ptr, out_tile, out, row, len_q - t * _TILE_ROWS - W * _ROWS,
                     (work % num_heads) * D, stride_ot, D,
                 )  # fmt: skip
                 tile += 1
@@ -184,6 +196,7 @@ def _gdpa_hopper_fwd_kernel(
     ACTIVATION: gl.constexpr,
     IN_PAIRS: gl.constexpr,  # ACTIVATION takes scores and pre_scale, and makes bfloat16
     HAS_PRE_SCALE: gl.constexpr,  # pre_scale is not 1; not asked in pairs
+    ADD_QUERIES: gl.constexpr,  # the output is that of the attention plus its query rows, of which it costs no read
     GROUP: gl.constexpr,  # query heads per key head
     STAGES: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -218,7 +231,7 @@ def _gdpa_hopper_fwd_kernel(
                 (
                     out_desc, out_ptr, stride_ot, chunks_ptr, q_tiles, k_ring, v_ring, out_tiles, q_ready, q_empty,
                     k_ready, k_empty, v_ready, v_empty, num_works, num_heads, pre_scale, post_scale, ACTIVATION,
-                    IN_PAIRS, HAS_PRE_SCALE, 0, STAGES, BLOCK_N, D,
+                    IN_PAIRS, HAS_PRE_SCALE, ADD_QUERIES, 0, STAGES, BLOCK_N, D,
                 ),
             ),
             (
@@ -226,7 +239,7 @@ def _gdpa_hopper_fwd_kernel(
                 (
                     out_desc, out_ptr, stride_ot, chunks_ptr, q_tiles, k_ring, v_ring, out_tiles, q_ready, q_empty,
                     k_ready, k_empty, v_ready, v_empty, num_works, num_heads, pre_scale, post_scale, ACTIVATION,
-                    IN_PAIRS, HAS_PRE_SCALE, 1, STAGES, BLOCK_N, D,
+                    IN_PAIRS, HAS_PRE_SCALE, ADD_QUERIES, 1, STAGES, BLOCK_N, D,
                 ),
             ),
             (

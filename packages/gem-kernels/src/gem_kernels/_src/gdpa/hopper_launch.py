@@ -51,8 +51,13 @@ def launch_hopper_forward(
     activation: str,
     pre_scale: float,
     post_scale: float,
+    *,
+    add_queries: bool = False,
 ) -> None:
-    """Write ``out`` (T_q, H, D), contiguous, with at least one row; the caller has asked ``applies``."""
+    """Write ``out`` (T_q, H, D), contiguous, with at least one row; the caller has asked ``applies``.
+
+    With ``add_queries``, which asks for a key, q is added to the output before it is rounded.
+    """
     # Imported here: Gluon exists for NVIDIA GPUs only, and not in every Triton.
     from gem_kernels._src.attention.hopper.tiles import ROWS
     from gem_kernels._src.gdpa.hopper_activation import pair_activation, scaled_activation
@@ -72,6 +77,7 @@ def launch_hopper_forward(
         "ACTIVATION": value,
         "IN_PAIRS": pairs is not None,
         "HAS_PRE_SCALE": pairs is None and pre_scale != 1.0,
+        "ADD_QUERIES": add_queries,
         "GROUP": num_heads // k.shape[1],
         "STAGES": STAGES[dim],
         "BLOCK_N": BLOCK_N,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 
@@ -13,7 +14,7 @@ from gem_kernels._src.compile_spec import CompileSpec
 
 
 def compile_specs() -> Sequence[CompileSpec]:
-    """Every kernel in both head dims and dtypes, the forward with and without pairs, and those that cut a batch."""
+    """Every kernel in both head dims and dtypes, forward with and without pairs and queries added, and the lists."""
     # Imported here: only the compile test and CUDA launches need Gluon.
     from gem_kernels._src.attention.hopper.tiles import ROWS, TILE_ROWS
     from gem_kernels._src.gdpa.hopper_activation import pair_activation, scaled_activation
@@ -35,10 +36,11 @@ def compile_specs() -> Sequence[CompileSpec]:
     specs = []
     pairs = pair_activation("fast_gelu", torch.bfloat16)
     assert pairs is not None
-    for name, dim, in_pairs in (("bf16", 64, True), ("bf16", 128, True), ("bf16", 128, False), ("fp16", 128, False)):
+    forwards = (("bf16", 64, True), ("bf16", 128, True), ("bf16", 128, False), ("fp16", 128, False))
+    for (name, dim, in_pairs), add_queries in product(forwards, (False, True)):
         specs.append(
             hopper_spec(
-                f"hopper-forward-{name}-D{dim}{'-pairs' if in_pairs else ''}",
+                f"hopper-forward-{name}-D{dim}{'-pairs' if in_pairs else ''}{'-add' if add_queries else ''}",
                 _gdpa_hopper_fwd_kernel,
                 name,
                 dim,
@@ -47,6 +49,7 @@ def compile_specs() -> Sequence[CompileSpec]:
                     "ACTIVATION": pairs.value if in_pairs else act.value,
                     "IN_PAIRS": in_pairs,
                     "HAS_PRE_SCALE": not in_pairs,
+                    "ADD_QUERIES": add_queries,
                     "GROUP": 1,
                     "STAGES": STAGES[dim],
                     "BLOCK_N": BLOCK_N,

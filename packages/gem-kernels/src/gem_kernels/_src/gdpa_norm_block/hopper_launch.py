@@ -6,8 +6,8 @@ import torch
 import triton
 from torch import Tensor
 
-from gem_kernels._src.attention.hopper.call import call, descriptor, sequence_descriptor
-from gem_kernels._src.attention.hopper.launch import MAX_ROWS, is_copyable, is_on_hopper, multiprocessors, query_chunks
+from gem_kernels._src.attention.hopper.call import call, descriptor
+from gem_kernels._src.attention.hopper.launch import MAX_ROWS, is_copyable, is_on_hopper, multiprocessors
 from gem_kernels._src.attention.pairing import pair_sequences
 from gem_kernels._src.attention.reuse import once
 from gem_kernels._src.gdpa import hopper_launch as gdpa_hopper
@@ -39,44 +39,19 @@ def attends(x: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_k: Tenso
 
 def launch_attend(x: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_k: Tensor, options: Options) -> Tensor:
     """gdpa(x, k, v) + x (T_q, H, D), contiguous; the caller has asked ``attends``."""
-    # Imported here: Gluon exists for NVIDIA GPUs only, and not in every Triton.
-    from gem_kernels._src.attention.hopper.tiles import ROWS
-    from gem_kernels._src.gdpa.hopper_activation import pair_activation, scaled_activation
-    from gem_kernels._src.gdpa_norm_block.hopper_forward import attend_kernel
-
-    num_heads, dim = x.shape[1:]
-    offsets_q, offsets_k = offsets_q.contiguous(), offsets_k.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    pairs = pair_activation(options.activation, x.dtype)
-    if pairs is not None:
-        value, scale = pairs.value, options.post_scale * options.pre_scale * pairs.scale
-    else:
-        act = scaled_activation(options.activation)
-        value, scale = act.value, options.post_scale * act.value_scale
-    block_n, stages = gdpa_hopper.BLOCK_N, gdpa_hopper.STAGES[dim]
-    constants = {
-        "ACTIVATION": value,
-        "IN_PAIRS": pairs is not None,
-        "HAS_PRE_SCALE": pairs is None and options.pre_scale != 1.0,
-        "GROUP": num_heads // k.shape[1],
-        "STAGES": stages,
-        "BLOCK_N": block_n,
-        "D": dim,
-        "num_warps": 4,
-    }
-    arguments = (
-        descriptor(x, ROWS),
-        sequence_descriptor(k, block_n),
-        sequence_descriptor(v, block_n),
-        descriptor(out, ROWS),
+    gdpa_hopper.launch_hopper_forward(
         out,
-        out.stride(0),
-        *once(query_chunks, x, offsets_q, offsets_k, block_n * stages),
-        num_heads,
+        x,
+        k,
+        v,
+        offsets_q.contiguous(),
+        offsets_k.contiguous(),
+        options.activation,
         options.pre_scale,
-        scale,
+        options.post_scale,
+        add_queries=True,
     )
-    call(attend_kernel, multiprocessors(x.device), arguments, constants, x.device)
     return out
 
 
@@ -117,6 +92,7 @@ def launch_attend_backward(
 
     All contiguous; the caller has asked ``makes_gradients``.
     """
+    # Imported here: Gluon exists for NVIDIA GPUs only, and not in every Triton.
     from gem_kernels._src.attention.hopper.tiles import ROWS, TILE_ROWS
     from gem_kernels._src.gdpa.hopper_activation import scaled_activation
     from gem_kernels._src.gdpa_norm_block.hopper_backward import attend_bwd_kernel

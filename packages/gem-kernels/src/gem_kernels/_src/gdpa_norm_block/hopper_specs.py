@@ -4,46 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from gem_kernels._src.attention.hopper.specs import hopper_spec
 from gem_kernels._src.compile_spec import CompileSpec
 
 
 def compile_specs() -> Sequence[CompileSpec]:
-    """The forward in both head dims and dtypes, the backward with and without options, and its order of sequences."""
+    """The backward with and without options, and its order of sequences; the forward is GDPA's."""
     # Imported here: only the compile test and CUDA launches need Gluon.
     from gem_kernels._src.attention.hopper.tiles import ROWS, TILE_ROWS
-    from gem_kernels._src.gdpa.hopper_activation import pair_activation, scaled_activation
-    from gem_kernels._src.gdpa.hopper_launch import BLOCK_N, STAGES
+    from gem_kernels._src.gdpa.hopper_activation import scaled_activation
     from gem_kernels._src.gdpa_norm_block.hopper_backward import BLOCK, OTHERS, attend_bwd_kernel, order_kernel
-    from gem_kernels._src.gdpa_norm_block.hopper_forward import attend_kernel
     from gem_kernels._src.gdpa_norm_block.hopper_launch import BACKWARD_HEAD_DIM, BACKWARD_KV_STAGES, BACKWARD_STAGES
 
-    act, pairs = scaled_activation("fast_gelu"), pair_activation("fast_gelu", torch.bfloat16)
-    assert pairs is not None
+    act = scaled_activation("fast_gelu")
     specs = []
-    for name, dim, in_pairs in (("bf16", 64, True), ("bf16", 128, True), ("fp16", 128, False)):
-        specs.append(
-            hopper_spec(
-                f"hopper-forward-{name}-D{dim}{'-pairs' if in_pairs else ''}",
-                attend_kernel,
-                name,
-                dim,
-                {"q_desc": ROWS, "out_desc": ROWS} | dict.fromkeys(("k_desc", "v_desc"), (1, 1, BLOCK_N, dim)),
-                {
-                    "ACTIVATION": pairs.value if in_pairs else act.value,
-                    "IN_PAIRS": in_pairs,
-                    "HAS_PRE_SCALE": not in_pairs,
-                    "GROUP": 1,
-                    "STAGES": STAGES[dim],
-                    "BLOCK_N": BLOCK_N,
-                    "D": dim,
-                    "num_warps": 4,
-                },
-                max_spill_bytes=16,
-            )
-        )
     dim = BACKWARD_HEAD_DIM
     for name, options in (("bf16", False), ("bf16", True), ("fp16", True)):
         specs.append(
