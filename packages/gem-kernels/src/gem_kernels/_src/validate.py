@@ -257,16 +257,23 @@ def check_attention(
     if offsets_q is not None:
         check_offsets(op, "offsets_q", offsets_q, q)
     check_offsets(op, "offsets_k", offsets_k, k)
+    check_pairing(op, offsets_q, offsets_k, request_index, q)
+    check_max_seqlen(op, "max_seqlen_q", max_seqlen_q)
+    check_max_seqlen(op, "max_seqlen_k", max_seqlen_k)
+
+
+def check_pairing(
+    op: str, offsets_q: Tensor | None, offsets_k: Tensor, request_index: Tensor | None, values: Tensor
+) -> None:
+    """Raise unless every query sequence has its key sequence: as many of both, or an index of as many as queries."""
     if request_index is not None:
         count = None if offsets_q is None else offsets_q.shape[0] - 1
-        check_index(op, "request_index", request_index, "(B,)", count, q)
+        check_index(op, "request_index", request_index, "(B,)", count, values)
     elif offsets_q is not None and offsets_q.shape[0] != offsets_k.shape[0]:
         raise ValueError(
             f"{op}: `offsets_k` must have shape (B + 1,) = ({offsets_q.shape[0]},) like `offsets_q`, "
             f"got ({offsets_k.shape[0]},); give both sides the same sequences, with length 0 where one is empty."
         )
-    check_max_seqlen(op, "max_seqlen_q", max_seqlen_q)
-    check_max_seqlen(op, "max_seqlen_k", max_seqlen_k)
 
 
 def check_window(op: str, window_size: tuple[int, int]) -> None:

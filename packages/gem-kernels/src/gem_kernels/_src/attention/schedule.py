@@ -14,11 +14,11 @@ from gem_kernels._src.attention.reuse import Store, current_store, same_memory
 from gem_kernels._src.validate import (
     check_bool,
     check_capacity,
-    check_index,
     check_int,
     check_max_seqlen,
     check_offset_values,
     check_offsets,
+    check_pairing,
     check_request_values,
     reads_values,
 )
@@ -79,14 +79,7 @@ class AttentionSchedule:
         check_offsets(_NAME, "offsets_k", offsets_k, offsets_k)
         if offsets_q is not None:
             check_offsets(_NAME, "offsets_q", offsets_q, offsets_k)
-        if request_index is not None:
-            count = None if offsets_q is None else offsets_q.shape[0] - 1
-            check_index(_NAME, "request_index", request_index, "(B,)", count, offsets_k)
-        elif offsets_q is not None and offsets_q.shape[0] != offsets_k.shape[0]:
-            raise ValueError(
-                f"{_NAME}: `offsets_k` must have shape (B + 1,) = ({offsets_q.shape[0]},) like `offsets_q`, "
-                f"got ({offsets_k.shape[0]},); give both sides the same sequences, with length 0 where one is empty."
-            )
+        check_pairing(_NAME, offsets_q, offsets_k, request_index, offsets_k)
         for name, total in (("total_q", total_q), ("total_k", total_k)):
             check_int(_NAME, name, total, "pass len(q) or len(k)")
             if total < 0:

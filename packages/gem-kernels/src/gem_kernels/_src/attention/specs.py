@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from gem_kernels._src.attention.candidates import CANDIDATES
 from gem_kernels._src.attention.configs import (
     MAX_HEAD_DIM,
     MAX_HEAD_DIM_DQDKDV,
@@ -24,6 +25,19 @@ _FLOAT32_POINTERS = {"partial_ptr", "lse_ptr", "dlse_ptr", "delta_ptr"}
 _INDEX_POINTERS = {"request_index_ptr", "request_starts_ptr", "num_targets_ptr"}
 """Absent, None, unless a variant asks for them."""
 _FLOATS = {"scale", "scale_log2", "pre_scale", "post_scale"}
+
+
+def alternatives(
+    select: Callable[[Kernel, int, torch.dtype, tuple[int, int]], TileConfig],
+) -> Iterator[tuple[int, Kernel, int, str, TileConfig]]:
+    """(target, kernel, head dim, name, tiles) of all that tuning may choose in the place of an op's defaults."""
+    for target in (90, 100):
+        for kernel, by_dim in CANDIDATES.items():
+            for dim in by_dim:
+                tunable = select(kernel, dim, torch.bfloat16, (target // 10, 0)).tunable
+                assert tunable is not None
+                for number, config in enumerate(tunable.others):
+                    yield target, kernel, dim, f"{kernel}-{dim}-candidate-{number}", config
 
 
 def attention_spec(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch.distributed as dist
+
+from gem_kernels._src.tuning.choices import write_whole
 
 _POLL_SECONDS = 0.2
 
@@ -87,11 +88,7 @@ def compare(digest: str, marker: Path, rank: int, *, world_size: int | None, tim
     if dist.is_available() and dist.is_initialized():
         check_equal(dict(enumerate(gather(digest))), "warm")
         return
-    path = _path(marker, rank)
-    # Renamed into place: a reader sees no file or a whole one.
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_text(digest)
-    unfinished.replace(path)
+    write_whole(_path(marker, rank), digest)
     deadline = time.monotonic() + timeout
     others = range(1, world_size or 1) if rank == 0 else (0,)
     digests = {other: _wait_for(marker, other, rank, deadline) for other in others}

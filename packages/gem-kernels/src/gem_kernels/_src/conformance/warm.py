@@ -7,7 +7,6 @@ configurations they are of. It goes when the cache goes.
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from gem_kernels._src.conformance.cases import ConformanceCase
 from gem_kernels._src.conformance.ranks import compare, forget_digests, number_in
 from gem_kernels._src.conformance.run import make_problem, run_op
 from gem_kernels._src.conformance.tune import tune_in_a_process
-from gem_kernels._src.tuning.choices import Choice, MadeFor, StaleError, digest, read
+from gem_kernels._src.tuning.choices import Choice, MadeFor, StaleError, digest, read, write_whole
 from gem_kernels._src.tuning.state import asking, forget, made_for, table, tuning_path
 from gem_kernels._version import __version__
 
@@ -83,10 +82,7 @@ def in_turn(
     run()
     if rank == 0:
         marker.parent.mkdir(parents=True, exist_ok=True)
-        # Renamed into place: a reader sees no file or a whole one.
-        unfinished = marker.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(state() or "")
-        unfinished.replace(marker)
+        write_whole(marker, state() or "")
     return waited
 
 

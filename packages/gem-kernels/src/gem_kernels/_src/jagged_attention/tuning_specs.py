@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from gem_kernels._src.attention.candidates import CANDIDATES
 from gem_kernels._src.attention.configs import Kernel
-from gem_kernels._src.attention.specs import attention_spec
+from gem_kernels._src.attention.specs import alternatives, attention_spec
 from gem_kernels._src.compile_spec import CompileSpec
 from gem_kernels._src.jagged_attention.configs import select
 from gem_kernels._src.jagged_attention.specs import _KERNELS, _bias_flags, _with_types
@@ -27,22 +26,17 @@ def _kinds(kernel: Kernel, dim: int) -> Iterator[tuple[str, dict[str, Any]]]:
 def compile_specs() -> Sequence[CompileSpec]:
     """Every alternative to a default tile, without a mask and causal; the widest forward with seeds too."""
     specs = []
-    for target in (90, 100):
-        for kernel, by_dim in CANDIDATES.items():
-            for dim in by_dim:
-                tunable = select(kernel, dim, torch.bfloat16, (target // 10, 0)).tunable
-                assert tunable is not None
-                for number, config in enumerate(tunable.others):
-                    for suffix, flags in _kinds(kernel, dim):
-                        constexprs = {"WRITE_DQ": kernel == "dqdkdv", "BROADCAST_Q": False, **_bias_flags("none")}
-                        spec = attention_spec(
-                            f"{kernel}-{dim}-candidate-{number}{suffix}-sm{target}",
-                            _KERNELS[kernel],
-                            config,
-                            torch.bfloat16,
-                            dim,
-                            target=target,
-                            constexprs=constexprs | flags,
-                        )
-                        specs.append(_with_types(spec))
+    for target, kernel, dim, name, config in alternatives(select):
+        for suffix, flags in _kinds(kernel, dim):
+            constexprs = {"WRITE_DQ": kernel == "dqdkdv", "BROADCAST_Q": False, **_bias_flags("none")}
+            spec = attention_spec(
+                f"{name}{suffix}-sm{target}",
+                _KERNELS[kernel],
+                config,
+                torch.bfloat16,
+                dim,
+                target=target,
+                constexprs=constexprs | flags,
+            )
+            specs.append(_with_types(spec))
     return specs

@@ -102,11 +102,18 @@ def _load(entry: Mapping[str, Any]) -> Choice:
     return Choice(key, configs[0], float(entry["ms"]), configs[1], float(entry["default_ms"]))
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that other processes read: renamed into place, so that they see no file or a whole one."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished.write_text(text)
+    unfinished.replace(path)
+
+
 def add(path: Path, made_for: MadeFor, choices: Sequence[Choice]) -> dict[Key, Choice]:
     """Add choices to a file, or begin one; returns what it holds then.
 
-    A choice that is there stays: processes may have read it. The file is renamed into place, so that a reader sees a
-    whole one, and processes that add at the same time take turns. A stale file is replaced.
+    A choice that is there stays: processes may have read it. Processes that add at the same time take turns. A stale
+    file is replaced.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _turn(path):
@@ -123,9 +130,7 @@ def add(path: Path, made_for: MadeFor, choices: Sequence[Choice]) -> dict[Key, C
                 for key in sorted(merged)
             ],
         }
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps(content, indent=1) + "\n")
-        unfinished.replace(path)
+        write_whole(path, json.dumps(content, indent=1) + "\n")
     return merged
 
 

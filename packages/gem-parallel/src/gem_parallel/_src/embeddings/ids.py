@@ -18,7 +18,17 @@ from gem_parallel._src.embeddings.layout import FeatureSlot, Group
 from gem_parallel._src.embeddings.limits import check_num_ids
 from gem_parallel._src.embeddings.transfer import to_device
 
-__all__ = ["NUM_SUMMARY", "BatchIds", "BatchReport", "FeatureIds", "GroupIds", "flatten_ids", "join_bags", "summarise"]
+__all__ = [
+    "NUM_SUMMARY",
+    "BatchIds",
+    "BatchReport",
+    "FeatureIds",
+    "GroupIds",
+    "check_device",
+    "flatten_ids",
+    "join_bags",
+    "summarise",
+]
 
 NUM_SUMMARY = 4
 """Leading numbers of ``BatchIds.summary``."""
@@ -85,6 +95,14 @@ class BatchReport:
     out_of_range: tuple[int, ...]
 
 
+def check_device(what: str, tensor: Tensor, device: torch.device) -> None:
+    """Raise unless a tensor of the batch is where the tables are."""
+    if tensor.device != device:
+        raise ValueError(
+            f"exchange: {what} must be on the tables' device {device}, got {tensor.device}; move the batch first"
+        )
+
+
 def check_feature(name: str, pair: object, device: torch.device) -> tuple[Tensor, Tensor]:
     """What the host can check: a pair of one-dimensional int64 tensors on the module's device."""
     if not isinstance(pair, tuple | list) or len(pair) != 2:
@@ -106,11 +124,7 @@ def check_feature(name: str, pair: object, device: torch.device) -> tuple[Tensor
             raise ValueError(
                 f"exchange: {argument} of feature {name!r} must have one dim, got shape {tuple(tensor.shape)}"
             )
-        if tensor.device != device:
-            raise ValueError(
-                f"exchange: {argument} of feature {name!r} must be on the tables' device {device}, "
-                f"got {tensor.device}; move the batch first"
-            )
+        check_device(f"{argument} of feature {name!r}", tensor, device)
     values, offsets = pair
     if offsets.numel() == 0:
         raise ValueError(

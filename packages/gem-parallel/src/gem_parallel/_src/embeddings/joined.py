@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gem_parallel._src.embeddings.config import FeatureConfig, TableConfig
 from gem_parallel._src.embeddings.exchange import Exchanger
+from gem_parallel._src.embeddings.ids import check_device
 from gem_parallel._src.embeddings.keyed import KeyedJaggedIds
 from gem_parallel._src.embeddings.pending import Pending
 
@@ -21,11 +22,7 @@ def split_joined(
     """Cut a batch into features; the other ranks are told if that fails."""
     try:
         for name, tensor in (("values", ids.values), ("offsets", ids.offsets)):
-            if tensor.device.type != device.type:
-                raise ValueError(
-                    f"exchange: `{name}` of joined ids must be on the tables' device {device}, got {tensor.device}; "
-                    "move the batch first"
-                )
+            check_device(f"`{name}` of joined ids", tensor, device)
         return ids.split()
     except Exception:
         if exchanger is not None:
