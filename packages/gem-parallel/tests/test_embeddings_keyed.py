@@ -281,7 +281,7 @@ def test_a_refused_batch_is_not_looked_up(monkeypatch, device):
         requests=(), works=[], summary=None, ready=None, local=path.exchange(ids, stream), path=path, stream=stream
     )
     pending.owner = module
-    with pytest.raises(ValueError, match="got 0 to 3 for feature 'a'"):
+    with pytest.raises(ValueError, match=r"feature 'a': offsets must .* got 0 to 3"):
         module.lookup(pending)
     with pytest.raises(ValueError, match="was not looked up"):
         module.lookup(pending)
@@ -349,9 +349,9 @@ OFFSETS = torch.tensor([0, 1, 3])
         (([], IDS), ValueError, "at least one feature, got none"),
         ((["a", "b", "a"], IDS), ValueError, "distinct, got 'a' 2 times"),
         ((["a", "b"], [1]), TypeError, "`values` must be a Tensor, got list"),
-        ((["a", "b"], IDS.int()), TypeError, "`values` must be int64, got torch.int32"),
+        ((["a", "b"], IDS.int()), TypeError, "`values` must be int64, got torch.int32; use .long"),
         ((["a", "b"], IDS.view(1, 3)), ValueError, r"`values` must have one dim, got shape \(1, 3\)"),
-        ((["a", "b"], IDS.to_sparse()), TypeError, "dense tensor"),
+        ((["a", "b"], IDS.to_sparse()), TypeError, "dense tensor, got one of layout .*; use .to_dense"),
         ((["a", "b", "c"], IDS), ValueError, "keys x bags \\+ 1 numbers.* 3 keys, got 3"),
     ],
 )
@@ -390,15 +390,17 @@ def test_refused_batches(device):
             module.lookup(module.exchange(KeyedJaggedIds(keys, ids, offsets=torch.tensor(offsets, device=ids.device))))
 
     refused(ValueError, "configured features only, got 'c'; the features are a, b", keys=("a", "c"))
-    refused(ValueError, "start at 0, got 1 as first offset of feature 'a'", offsets=(1, 1, 3))
-    refused(ValueError, r"number of values \(3\), got 0 to 4 for feature 'a'", offsets=(0, 4, 3))
-    refused(ValueError, r"end at the number of values \(3\), got 2, the end of feature 'b'", offsets=(0, 1, 2))
-    refused(ValueError, r"number of values \(3\), got 1 to 4 for feature 'b'", offsets=(0, 1, 4))
+    # The same rule and remedy as of a mapping, see test_ids.py.
+    rule = r"^exchange: feature '{}': offsets must start at 0, never fall and end at .*, got {} .*; build them as a 0"
+    refused(ValueError, rule.format("a", "1 to 1"), offsets=(1, 1, 3))
+    refused(ValueError, rule.format("a", "0 to 4"), offsets=(0, 4, 3))
+    refused(ValueError, rule.format("b", "1 to 2"), offsets=(0, 1, 2))
+    refused(ValueError, rule.format("b", "1 to 4"), offsets=(0, 1, 4))
     refused(ValueError, "'a' has 2, then 1 at bag 1", offsets=(0, 2, 1, 2, 3))
     refused(
         IndexError, r"feature 'b': ids of table 'b' must lie in \[0, 7\)", ids=torch.tensor([9, 9, 9], device=device)
     )
-    refused(ValueError, r"end at the number of values \(3\), got 0", offsets=(0,))
+    refused(ValueError, rule.format("b", "0 to 0"), offsets=(0,))
     good = KeyedJaggedIds(["a", "b"], values, offsets=torch.tensor([0, 1, 3], device=device))
     assert module.lookup_joined(module.exchange(good)).shape == (2, 8)
 
@@ -485,7 +487,7 @@ def test_several_ranks(ranks):
         assert all(each["same"]), rank
         assert each["states"], rank
         assert each["shape"] == (1, 8)
-    assert re.match(r"ValueError: exchange: .*got 2 to 1 for feature 'b'", found[1]["texts"][0])
+    assert re.match(r"ValueError: exchange: feature 'b': .*got 2 to 1 ", found[1]["texts"][0])
     assert re.match("RuntimeError: exchange: rank 1: refused its batch", found[0]["texts"][0])
     for each in found:
         assert re.match("IndexError: exchange: rank 1: feature 'b'.*got 99", each["texts"][1])

@@ -8,18 +8,15 @@ from typing import NoReturn
 
 from gem_parallel._src.embeddings.config import FeatureConfig, IdPolicy, TableConfig
 from gem_parallel._src.embeddings.exchange import RankReport
-from gem_parallel._src.embeddings.ids import BatchReport, GroupIds
+from gem_parallel._src.embeddings.ids import BatchReport, GroupIds, describe_offsets
 
 __all__ = ["raise_local", "raise_ranks", "raise_rates"]
 
 
 def _malformed(feature: FeatureConfig, count: int, own: Sequence[GroupIds]) -> str:
     places = "1 place" if count == 1 else f"{count} places"
-    return (
-        f"feature {feature.name!r}: offsets must start at 0, never fall and end at the number of its values, got "
-        f"{places} in the batch where they do not{_first_place(feature, own)}; "
-        "build them as a 0 and the running sum of bag lengths"
-    )
+    place = f"{places} in the batch where they do not{_first_place(feature, own)}"
+    return describe_offsets(feature.name, place)
 
 
 def _first_place(feature: FeatureConfig, own: Sequence[GroupIds]) -> str:

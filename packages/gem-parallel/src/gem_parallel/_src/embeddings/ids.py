@@ -25,6 +25,8 @@ __all__ = [
     "FeatureIds",
     "GroupIds",
     "check_device",
+    "check_packed",
+    "describe_offsets",
     "flatten_ids",
     "join_bags",
     "summarise",
@@ -103,27 +105,34 @@ def check_device(what: str, tensor: Tensor, device: torch.device) -> None:
         )
 
 
+def check_packed(what: str, tensor: object, dtypes: tuple[torch.dtype, ...] = (torch.int64,)) -> None:
+    """Raise unless ``tensor`` is a dense one with one dim and one of ``dtypes``."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{what} must be a Tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{what} must be {names}, got {tensor.dtype}; {to_int64(tensor.dtype)}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{what} must be a dense tensor, got one of layout {tensor.layout}; use .to_dense()")
+    if tensor.dim() != 1:
+        raise ValueError(f"{what} must have one dim, got shape {tuple(tensor.shape)}")
+
+
+def describe_offsets(feature: str, got: str) -> str:
+    """What is wrong with offsets that do not describe bags, of a mapping and of joined ids."""
+    return (
+        f"feature {feature!r}: offsets must start at 0, never fall and end at the number of its values, got {got}; "
+        "build them as a 0 and the running sum of bag lengths"
+    )
+
+
 def check_feature(name: str, pair: object, device: torch.device) -> tuple[Tensor, Tensor]:
     """What the host can check: a pair of one-dimensional int64 tensors on the module's device."""
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         size = f" of {len(pair)}" if isinstance(pair, tuple | list) else ""
         raise TypeError(f"exchange: `ids[{name!r}]` must be a pair (values, offsets), got {type(pair).__name__}{size}")
     for argument, tensor in zip(("values", "offsets"), pair, strict=True):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"exchange: {argument} of feature {name!r} must be a Tensor, got {type(tensor).__name__}")
-        if tensor.dtype != torch.int64:
-            raise TypeError(
-                f"exchange: {argument} of feature {name!r} must be int64, got {tensor.dtype}; {to_int64(tensor.dtype)}"
-            )
-        if tensor.layout is not torch.strided:
-            raise TypeError(
-                f"exchange: {argument} of feature {name!r} must be a dense tensor, got one of layout {tensor.layout}; "
-                "use .to_dense()"
-            )
-        if tensor.dim() != 1:
-            raise ValueError(
-                f"exchange: {argument} of feature {name!r} must have one dim, got shape {tuple(tensor.shape)}"
-            )
+        check_packed(f"exchange: {argument} of feature {name!r}", tensor)
         check_device(f"{argument} of feature {name!r}", tensor, device)
     values, offsets = pair
     if offsets.numel() == 0:

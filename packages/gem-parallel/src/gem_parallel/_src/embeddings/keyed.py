@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gem_parallel._src.embeddings.ids import check_packed, describe_offsets
+
 __all__ = ["KeyedJaggedIds"]
 
 
@@ -36,17 +38,17 @@ class KeyedJaggedIds:
         self, keys: Sequence[str], values: Tensor, *, offsets: Tensor | None = None, lengths: Tensor | None = None
     ) -> None:
         self.keys = _checked_keys(keys)
-        _check_tensor("values", values, (torch.int64,))
+        check_packed("KeyedJaggedIds: `values`", values)
         if (offsets is None) is (lengths is None):
             given = "neither" if offsets is None else "both"
             raise ValueError(f"KeyedJaggedIds: give `offsets` or `lengths`, and not both, got {given}")
         if offsets is None:
             assert lengths is not None
-            _check_tensor("lengths", lengths, (torch.int64, torch.int32))
+            check_packed("KeyedJaggedIds: `lengths`", lengths, (torch.int64, torch.int32))
             offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
             torch.cumsum(lengths, 0, out=offsets[1:])
         else:
-            _check_tensor("offsets", offsets, (torch.int64,))
+            check_packed("KeyedJaggedIds: `offsets`", offsets)
         if offsets.device != values.device:
             raise ValueError(
                 f"KeyedJaggedIds: `values` and {'`offsets`' if lengths is None else '`lengths`'} must be on one "
@@ -79,27 +81,15 @@ class KeyedJaggedIds:
         else:
             starts = [*self.offsets.tolist() * len(self.keys), int(self.offsets[0])]
         num_values = self.values.numel()
-        if starts[0] != 0:
-            raise ValueError(
-                f"exchange: `offsets` of joined ids must start at 0, got {starts[0]} as first offset of feature "
-                f"{self.keys[0]!r}"
-            )
         found = {}
         for at, key in enumerate(self.keys):
             start, end = starts[at], starts[at + 1]
-            if not start <= end <= num_values:
-                raise ValueError(
-                    "exchange: `offsets` of joined ids must never fall and end at the number of values "
-                    f"({num_values}), got {start} to {end} for feature {key!r}; build them as a 0 and the running sum "
-                    "of all bags' lengths"
-                )
+            last = at == len(self.keys) - 1
+            if (at == 0 and start != 0) or not start <= end <= num_values or (last and end != num_values):
+                got = f"{start} to {end} where {len(self.keys)} joined keys have {num_values} values"
+                raise ValueError(f"exchange: {describe_offsets(key, got)}")
             bags = self.offsets[at * self.num_bags : (at + 1) * self.num_bags + 1]
             found[key] = self.values[start:end], bags - start if start else bags
-        if starts[-1] != num_values:
-            raise ValueError(
-                f"exchange: `offsets` of joined ids must end at the number of values ({num_values}), got {starts[-1]}, "
-                f"the end of feature {self.keys[-1]!r}; values and offsets must be of one batch"
-            )
         return found
 
     def __repr__(self) -> str:
@@ -130,15 +120,3 @@ def _check_lengths(lengths: Tensor, num_values: int) -> None:
         raise ValueError(f"KeyedJaggedIds: `lengths` must be at least 0, got {int(lengths[at])} at place {at}")
     if (total := int(lengths.sum())) != num_values:
         raise ValueError(f"KeyedJaggedIds: `lengths` must sum to the number of values, {num_values}, got {total}")
-
-
-def _check_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...]) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"KeyedJaggedIds: `{name}` must be a Tensor, got {type(tensor).__name__}")
-    if tensor.dtype not in dtypes:
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise TypeError(f"KeyedJaggedIds: `{name}` must be {names}, got {tensor.dtype}")
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"KeyedJaggedIds: `{name}` must be a dense tensor, got one of layout {tensor.layout}")
-    if tensor.ndim != 1:
-        raise ValueError(f"KeyedJaggedIds: `{name}` must have one dim, got shape {tuple(tensor.shape)}")
