@@ -3,6 +3,7 @@
     python benchmarks/bench_multi_gpu.py --output multi-gpu.jsonl
     python benchmarks/bench_multi_gpu.py --device cpu    # two gloo processes, tiny sizes: the script's own check
     python benchmarks/bench_multi_gpu.py --parts correctness
+    python benchmarks/bench_multi_gpu.py --parts prediction --measured multi-gpu.jsonl   # of steps timed before
 
 Each part runs in processes of its own with a time budget. What fails or hangs becomes a row with status "error", the
 other parts still run, and the exit code is 1. Binds to the loopback device only.
@@ -12,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
+import time
 import traceback
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -32,6 +35,8 @@ PARTS = ("correctness", "collectives", "scaling", "wires", "prediction")
 ENGINES = ("symm_mem_low_contention", "nccl_zero_cta")
 """Beside the default, each in processes of its own, as symmetric memory has one backend per process."""
 BAD = ("fail", "error")
+LEAST_S = 25.0
+"""No launch is begun with less time left."""
 
 
 def describe_environment(device: str) -> dict[str, Any]:
@@ -64,18 +69,30 @@ def describe_environment(device: str) -> dict[str, Any]:
     }
 
 
-def make_launches(parts: list[str], size: int, device: str) -> list[Launch]:
-    """All launches; the prediction comes afterwards and needs no ranks."""
+def make_models(presets: list[str] | None, device: str, trace: Path | None) -> list[dict[str, Any]]:
+    """Arguments of ``scaling.run`` for each workload: the largest preset first, alone and with experts."""
+    if device != "cuda":
+        tiny: dict[str, Any] = {"preset": "tiny", "num_samples": 8, "max_length": 16, "item_rows": 1_000, "steps": 2}
+        tiny["precision"] = "bf16_activations"
+        return [tiny, {**tiny, "num_experts": 8}]
+    about = {"max_length": 512, "item_rows": 1_000_000, "precision": "bf16_activations"}
+    if trace is not None:
+        about["trace"] = str(trace.absolute())
+    large = {"preset": "large", "num_samples": 2048, "steps": 6, **about}
+    small = {"preset": "small", "num_samples": 8192, "steps": 12, "every": False, "captured": True, **about}
+    models = [large, {**large, "num_experts": 8}, small]
+    return [model for model in models if presets is None or model["preset"] in presets]
+
+
+def make_launches(parts: list[str], size: int, device: str, models: list[dict[str, Any]]) -> list[Launch]:
+    """All launches, what is most wanted first; the prediction comes afterwards and needs no ranks."""
     cuda = device == "cuda"
     correct = {"num_samples": 67, "max_length": 40} if cuda else {"num_samples": 19, "max_length": 12}
     wire: dict[str, Any] = {"mib": [1, 8, 64, 512], "beside_mib": [64, 512], "matmul": 8192}
-    model: dict[str, Any] = {"preset": "small", "num_samples": 8192, "max_length": 512, "item_rows": 1_000_000}
-    model |= {"steps": 8, "precision": "bf16_activations"}
+    gathers: dict[str, Any] = {"mib": [64, 512], "columns": 2048}
     if not cuda:
         wire = {"mib": [0.0625, 0.5], "beside_mib": [0.5], "matmul": 128}
-        model |= {"preset": "tiny", "num_samples": 8, "max_length": 16, "item_rows": 1_000}
-        model |= {"steps": 2, "precision": "fp32"}
-    gathers: dict[str, Any] = {"mib": [64, 512], "columns": 2048} if cuda else {"mib": [0.0625], "columns": 64}
+        gathers = {"mib": [0.0625], "columns": 64}
     launches = []
 
     def add(name: str, budget_s: float, *tasks: Task, **variables: str) -> None:
@@ -90,20 +107,22 @@ def make_launches(parts: list[str], size: int, device: str) -> list[Launch]:
         return Task(part="collectives", module="collectives", arguments={"engines": engines, **wire})
 
     correctness = Task(part="correctness", module="correctness", arguments=correct)
-    scaling = Task(part="scaling", module="scaling", arguments=model)
-    wires = Task(part="wires", module="wires", arguments={**gathers, "model": model})
+    scaling = [Task(part="scaling", module="scaling", arguments=model) for model in models]
+    wires = Task(part="wires", module="wires", arguments={**gathers, "model": models[-1]})
     if not cuda:
-        add("all parts", 240, correctness, collectives("default", *ENGINES), scaling, wires)
+        add("all parts", 420, correctness, collectives("default", *ENGINES), *scaling, wires)
         return launches
+    for task, model in zip(scaling, models, strict=True):
+        experts = f", {model['num_experts']} experts" if "num_experts" in model else ""
+        add(f"scaling {model['preset']}{experts}", 150, task)
     add("correctness", 120, correctness)
-    add("scaling", 150, scaling)
-    add("wires", 75, wires)
-    for engine in ENGINES:
+    for engine in ENGINES if size > 1 else ():
         # Default first, before anything else can fail.
         engines = ("default", engine) if engine == ENGINES[0] else (engine,)
-        steps = replace(scaling, arguments={**model, "engine": engine})
+        steps = replace(scaling[0], arguments={**models[0], "engine": engine, "trace": None})
         variables = {"NCCL_CTA_POLICY": "2"} if engine == "nccl_zero_cta" else {}
-        add(engine, 90, collectives(*engines), *([steps] if size > 1 else []), **variables)
+        add(engine, 120, steps, collectives(*engines), **variables)
+    add("wires", 75, wires)
     return launches
 
 
@@ -125,7 +144,11 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--ranks", type=int, help="processes; default: all visible GPUs, or 2 on the CPU")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--presets", nargs="+", choices=("large", "small"), help="of the scaling; default: both")
     parser.add_argument("--output", type=Path, help="append the rows to this file as JSON lines")
+    parser.add_argument("--measured", type=Path, help="rows of an earlier run, for the prediction")
+    parser.add_argument("--trace", type=Path, help="folder for Chrome traces of two steps of each workload's base")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin and end all launches within this time")
     arguments = parser.parse_args()
     size = arguments.ranks or (torch.cuda.device_count() if arguments.device == "cuda" else 2)
     if size < 1 or (arguments.device == "cuda" and size > torch.cuda.device_count()):
@@ -133,6 +156,7 @@ def main() -> int:
     environment = describe_environment(arguments.device)
     announce(f"{size} x {environment['device']}, torch {environment['torch']}, commit {environment['commit']}")
     rows: list[dict[str, Any]] = []
+    measured = [json.loads(line) for line in arguments.measured.read_text().splitlines()] if arguments.measured else []
 
     def keep(new: list[dict[str, Any]]) -> None:
         new = [{"bench": "multi_gpu", **row, "ranks": size, **environment} for row in new]
@@ -142,10 +166,18 @@ def main() -> int:
             with arguments.output.open("a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in new)
 
-    for launch in make_launches(arguments.parts, size, arguments.device):
-        keep(run_launch(launch))
+    end = time.monotonic() + arguments.seconds
+    models = make_models(arguments.presets, arguments.device, arguments.trace)
+    for launch in make_launches(arguments.parts, size, arguments.device, models):
+        left = end - time.monotonic()
+        if left > LEAST_S:
+            run_launch(replace(launch, budget_s=min(left, launch.budget_s)), keep)
+            continue
+        parts = dict.fromkeys(task.part for task in launch.tasks)
+        reason = f"--seconds {arguments.seconds:g} are over"
+        keep([{"part": part, "name": launch.name, "status": "skipped", "reason": reason} for part in parts])
     if "prediction" in arguments.parts:
-        keep(predicted(rows))
+        keep(predicted([*measured, *rows]))
     print_tables(rows)
     bad = [row for row in rows if row["status"] in BAD]
     announce(f"{len(rows)} rows, {len(bad)} failed" + "".join(f"\n  {row['part']}, {row['name']}" for row in bad))

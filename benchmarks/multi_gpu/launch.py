@@ -132,11 +132,13 @@ class Rank:
             torch.cuda.synchronize(self.device)
 
 
-def run_launch(launch: Launch) -> list[dict[str, Any]]:
+def run_launch(launch: Launch, keep: Callable[[list[dict[str, Any]]], None]) -> None:
     """Start the processes, wait for them at most as long as the budget, end what is left.
 
-    Returns:
-        The rows of the tasks, and one with status "error" if a rank failed or the time ran out.
+    Args:
+        launch: What to run.
+        keep: Takes the rows of the tasks as they are written, and one with status "error" if a rank failed or the time
+            ran out.
     """
     announce(f"launch {launch.name}: {launch.size} x {launch.device}, at most {launch.budget_s:.0f} s")
     context = mp.get_context("spawn")
@@ -149,25 +151,42 @@ def run_launch(launch: Launch) -> list[dict[str, Any]]:
         ]
         for process in processes:
             process.start()
-        problem = _wait(processes, folder, begin + launch.budget_s)
+        rows = _Written(folder / "rows.jsonl", keep)
+        problem = _wait(processes, folder, begin + launch.budget_s, rows)
         for process in processes:
             if process.is_alive():
                 process.kill()
             process.join(GRACE_S)
-        found = folder / "rows.jsonl"
-        rows = [json.loads(line) for line in found.read_text().splitlines()] if found.exists() else []
+        rows.read()
         if problem:
             print(_logs(folder, launch.size), file=sys.stderr, flush=True)
             reason = _reason(folder, launch.size) or problem
-            done = {row["part"] for row in rows if row.get("task_done")}
-            rows += [
-                {"part": part, "name": launch.name, "status": "error", "reason": reason}
-                for part in dict.fromkeys(task.part for task in launch.tasks)
-                if part not in done or all(task.part in done for task in launch.tasks)
-            ]
+            unfinished = launch.tasks[rows.tasks_done :] or launch.tasks
+            parts = dict.fromkeys(task.part for task in unfinished)
+            keep([{"part": part, "name": launch.name, "status": "error", "reason": reason} for part in parts])
     seconds = time.monotonic() - begin
     announce(f"launch {launch.name}: {problem or 'ended'} after {seconds:.1f} s")
-    return [row for row in rows if not row.get("task_done")]
+
+
+class _Written:
+    """Rows of a file that grows, handed on as they come: what ends the benchmark ends none that were measured."""
+
+    def __init__(self, path: Path, keep: Callable[[list[dict[str, Any]]], None]) -> None:
+        self._path, self._keep, self._at = path, keep, 0
+        self.tasks_done = 0
+
+    def read(self) -> None:
+        """Hand on the lines since the last call."""
+        if not self._path.exists():
+            return
+        text = self._path.read_bytes()[self._at :]
+        whole = text[: text.rfind(b"\n") + 1]
+        self._at += len(whole)
+        rows = [json.loads(line) for line in whole.splitlines()]
+        self.tasks_done += sum("task_done" in row for row in rows)
+        rows = [row for row in rows if "task_done" not in row]
+        if rows:
+            self._keep(rows)
 
 
 @contextlib.contextmanager
@@ -186,9 +205,10 @@ def _environment(launch: Launch) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _wait(processes: list[Any], folder: Path, deadline: float) -> str:
+def _wait(processes: list[Any], folder: Path, deadline: float, rows: _Written) -> str:
     """Until all ranks are done; why they are not, else an empty string."""
     while time.monotonic() < deadline:
+        rows.read()
         done = [(folder / f"{rank}.done").exists() for rank in range(len(processes))]
         if all(done):
             # What torch still tears down is not worth waiting for.

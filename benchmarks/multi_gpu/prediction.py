@@ -9,9 +9,10 @@ import torch
 
 from gem_parallel import ParallelDims, Topology
 from gem_parallel.planner import ModelDescription, SparseTable, Workload, explain
+from gem_precision import get_wire
 from gem_train.recipes.describe import describe_dense
 from multi_gpu.launch import announce
-from multi_gpu.workload import Rows, Samples, draw_samples, make_config
+from multi_gpu.workload import Rows, draw_samples, make_config
 
 __all__ = ["predict"]
 
@@ -32,30 +33,34 @@ def predict(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     if not measured:
         yield {"part": "prediction", "name": "all", "status": "skipped", "reason": "no step was measured"}
         return
-    first = measured[0]
-    samples = draw_samples(
-        make_config(first["preset"]), Rows(item=first["item_rows"]), first["local_batch"], first["max_length"], seed=0
-    )
-    announce(f"prediction: {first['preset']} described from its first batch")
-    model = _describe(first, samples)
+    models: dict[str, ModelDescription] = {}
     for row in measured:
-        # The planner overlaps, frees what it gathers, and knows no engines of collectives.
-        default = row.get("gathers", "default") == "default"
+        # The planner overlaps, frees what it gathers, and knows neither engines of collectives nor CUDA graphs.
+        default = row.get("gathers", "default") == "default" and not row["name"].endswith("captured")
         if not (default and row.get("overlap", True) and row.get("sharded_at_rest", True)):
             continue
+        workload_name = row["workload"]
+        if workload_name not in models:
+            announce(f"prediction: {workload_name} described from its first batch")
+            models[workload_name] = _describe(row)
+        model = models[workload_name]
         ranks, copies = row["ranks_in_use"], row.get("table_copies", 1)
+        wire = row.get("param_wire", "none")
         workload = Workload(
             samples_per_rank=row["local_batch"],
             row_bytes=BYTES[row.get("wire_dtype", "float32")],
+            gather_bytes=BYTES[row.get("param_dtype", "float32")],
+            param_wire=None if wire == "none" else get_wire(wire),
             table_gather=row.get("gather", "tables"),
             imbalance=max(1.0, row.get("imbalance", 1.0)),
         )
-        dims = ParallelDims.for_world(ranks, sparse_replicate=copies)
+        dims = ParallelDims.for_world(ranks, ep=row.get("ep", 1), sparse_replicate=copies)
         report = explain(model, Topology(gpus_per_host=ranks), dims, workload)
         seconds = report.mean_compute.dense if row["name"] == DENSE else report.step.seconds
         peak = None if row["name"] == DENSE else report.memory.peak.total / 2**30
         yield {
             "part": "prediction",
+            "workload": workload_name,
             "name": row["name"],
             "status": "ok",
             "predicted_ms": 1e3 * seconds,
@@ -68,9 +73,10 @@ def predict(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         }
 
 
-def _describe(row: dict[str, Any], samples: Samples) -> ModelDescription:
-    config = make_config(row["preset"])
+def _describe(row: dict[str, Any]) -> ModelDescription:
+    config = make_config(row["preset"], row["num_experts"])
     rows = Rows(item=row["item_rows"])
+    samples = draw_samples(config, rows, row["local_batch"], row["max_length"], seed=0)
     tables = []
     for name in ("item", "category", "rating"):
         values = [values for feature, (values, _) in samples.ids.items() if feature.split(".")[-1] == name]
@@ -86,4 +92,4 @@ def _describe(row: dict[str, Any], samples: Samples) -> ModelDescription:
             )
         )
     units = describe_dense(config, {"history": samples.lengths.tolist()}, precision=row["precision"])
-    return ModelDescription(name=row["preset"], units=units, tables=tuple(tables))
+    return ModelDescription(name=row["workload"], units=units, tables=tuple(tables))

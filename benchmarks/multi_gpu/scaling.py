@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gem_model import RankingModel
+from gem_model import RankingModel, capture_segments
 from gem_model.random_batch import RandomBatch, RandomSequence, random_batch
 from gem_parallel import (
     LengthCost,
@@ -37,6 +38,7 @@ from gem_train import mfu
 from gem_train.config import TrainerConfig
 from gem_train.feed import Staged
 from gem_train.optimizer import build_adamw
+from gem_train.recipes.parallel import hold_experts
 from gem_train.schedule import LearningRateSchedule
 from gem_train.step import TrainStep
 from gem_train.timing import PhaseTimer
@@ -53,6 +55,8 @@ WARM_UP = 4
 class Variant:
     """The switches of a run over all ranks."""
 
+    ep: int = 1
+    """Ranks that hold different experts of each layer, and exchange rows; 1: every rank runs all experts."""
     overlap: bool = True
     """Ids leave one batch ahead on a stream of their own, rows before the optimizer's step, and FSDP prefetches."""
     wire_dtype: str = "float32"
@@ -67,19 +71,33 @@ class Variant:
     """Samples are moved between ranks so that the ranks' FLOPs are alike, before the time is taken."""
     gathers: str = "default"
     """Engine of FSDP's all-gathers."""
+    param_dtype: str = "float32"
+    """Of gathered parameters; their gradients are reduced in float32."""
     param_wire: str = "none"
     """Form in which parameters travel, by the name that ``gem_precision.get_wire`` knows."""
 
 
-def variants(size: int) -> dict[str, Variant]:
-    """The base, and the base with one switch turned, as far as the number of ranks allows."""
+def variants(size: int, num_experts: int, *, every: bool) -> dict[str, Variant]:
+    """The base, and the base with one switch turned, as far as the number of ranks allows.
+
+    Args:
+        size: Ranks.
+        num_experts: Of each layer; with several, the switch is how many ranks share them.
+        every: Also the switches of which one model has shown enough.
+    """
     base = Variant()
+    if num_experts > 1:
+        degrees = [degree for degree in range(2, size + 1) if size % degree == 0 and degree <= num_experts]
+        return {"base": base, **{f"ep {ep}": replace(base, ep=ep) for ep in degrees}, "base again": base}
     found = {
         "base": base,
         "no overlap": replace(base, overlap=False),
         "rows in bf16": replace(base, wire_dtype="bfloat16"),
     }
-    if size % 2 == 0:
+    if every:
+        found["parameters in bf16"] = replace(base, param_dtype="bfloat16")
+        found["parameters in mxfp8"] = replace(base, param_wire="mxfp8")
+    if size % 2 == 0 and every:
         found["2 table copies, at rest sharded"] = replace(base, table_copies=2)
         found["2 table copies, rows gathered"] = replace(base, table_copies=2, gather="rows")
         found["2 table copies, at rest whole"] = replace(base, table_copies=2, sharded_at_rest=False)
@@ -96,6 +114,10 @@ def run(
     item_rows: int,
     steps: int,
     precision: str,
+    num_experts: int = 1,
+    every: bool = True,
+    captured: bool = False,
+    trace: str | None = None,
     engine: str | None = None,
 ) -> None:
     """Measure one GPU and all variants; with ``engine`` only the base and that engine's gathers.
@@ -108,19 +130,27 @@ def run(
         item_rows: Rows of the item table.
         steps: Timed steps of each variant.
         precision: Recipe of gem_precision.
+        num_experts: Of each layer's interaction.
+        every: As of ``variants``.
+        captured: One GPU also with ``capture_segments``, which a sharded model cannot have.
+        trace: Folder for a Chrome trace of two steps of the base, on the first rank.
         engine: Name as of ``choose_collectives``.
     """
-    bench = Bench(rank, preset, num_samples, max_length, Rows(item=item_rows), steps, precision)
+    bench = Bench(rank, preset, num_samples, max_length, Rows(item=item_rows), steps, precision, num_experts)
+    about = {"workload": bench.about["workload"]}
     if engine is None:
-        rank.attempt(bench.one_gpu, name="one GPU")
-        chosen = variants(rank.size) if rank.size > 1 else {}
+        rank.attempt(bench.one_gpu, name="one GPU", **about)
+        if captured and rank.device.type == "cuda":
+            rank.attempt(partial(bench.one_gpu, captured=True), name="one GPU, captured", **about)
+        chosen = variants(rank.size, num_experts, every=every) if rank.size > 1 else {}
     else:
         chosen = {f"base beside {engine}": Variant(), f"gathers {engine}": Variant(gathers=engine)}
     for name, variant in chosen.items():
         if not rank.has_seconds(8.0):
-            rank.row(name=name, status="skipped", reason="the part's time is over")
+            rank.row(name=name, status="skipped", reason="the part's time is over", **about)
             continue
-        rank.attempt(partial(bench.several, name, variant), name=name)
+        path = Path(trace) / f"{preset}-{num_experts}.json.gz" if trace and name == "base" else None
+        rank.attempt(partial(bench.several, name, variant, trace=path), name=name, **about)
         _free()
 
 
@@ -128,16 +158,26 @@ class Bench:
     """One workload on one GPU and on all; arguments as of ``run``."""
 
     def __init__(
-        self, rank: Rank, preset: str, num_samples: int, max_length: int, rows: Rows, steps: int, precision: str
+        self,
+        rank: Rank,
+        preset: str,
+        num_samples: int,
+        max_length: int,
+        rows: Rows,
+        steps: int,
+        precision: str,
+        num_experts: int = 1,
     ) -> None:
         self.rank, self.rows, self.steps, self.precision = rank, rows, steps, precision
-        self.config = make_config(preset)
+        self.config = make_config(preset, num_experts)
         self.drawn = [
             draw_samples(self.config, rows, num_samples, max_length, seed=1000 * batch + rank.rank)
             for batch in range(NUM_BATCHES)
         ]
         self.about: dict[str, Any] = {
+            "workload": preset if num_experts == 1 else f"{preset}, {num_experts} experts",
             "preset": preset,
+            "num_experts": num_experts,
             "precision": precision,
             "local_batch": num_samples,
             "max_length": max_length,
@@ -147,7 +187,7 @@ class Bench:
         name = torch.cuda.get_device_name(rank.device) if rank.device.type == "cuda" else "cpu"
         peak = mfu.device_peak(name)
         self.peak = peak.flops_per_second if peak is not None else None
-        self.meshes: dict[int, ParallelMesh] = {}
+        self.meshes: dict[tuple[int, int], ParallelMesh] = {}
         self.local_flops: float | None = None
         """FLOP/s of one GPU on the dense model alone."""
         self.one_rate: float | None = None
@@ -155,29 +195,39 @@ class Bench:
         self.base_rate: float | None = None
         """Samples per second of the base."""
 
-    def one_gpu(self) -> None:
-        """The dense model alone, then whole steps, on each rank by itself."""
+    def one_gpu(self, *, captured: bool = False) -> None:
+        """The dense model alone, then whole steps, on each rank by itself.
+
+        Args:
+            captured: Parts over samples from CUDA graphs. What the others are compared with stays that without.
+        """
         batches = [samples.to(self.rank.device) for samples in self.drawn]
-        self._dense_alone(batches)
+        suffix = ", captured" if captured else ""
+        self._dense_alone(batches, suffix)
         _free()
         tables = make_tables(self.config, self.rows, self.rank.device, None)
         model = self._model()
         flops = self._flops(model, self.drawn)
+        if captured:
+            capture_segments(model, batches[0].batch, self._embeddings(batches[0]))
         seconds = self._mean(self._time(self._trainer(model, tables, None, batches, overlap=False)))
-        self.one_rate = self.about["local_batch"] / seconds
-        self._row("one GPU", seconds, flops, ranks_in_use=1)
+        if not captured:
+            self.one_rate = self.about["local_batch"] / seconds
+        self._row(f"one GPU{suffix}", seconds, flops, ranks_in_use=1)
         del model, tables, batches
         _free()
 
-    def _dense_alone(self, batches: Sequence[Samples]) -> None:
+    def _embeddings(self, samples: Samples) -> dict[str, Any]:
+        return {
+            name: torch.randn(len(values), self.config.embedding_dim, device=self.rank.device).requires_grad_()
+            for name, (values, _) in samples.ids.items()
+        }
+
+    def _dense_alone(self, batches: Sequence[Samples], suffix: str) -> None:
         model = self._model()
-        rows = [
-            {
-                name: torch.randn(len(values), self.config.embedding_dim, device=self.rank.device).requires_grad_()
-                for name, (values, _) in samples.ids.items()
-            }
-            for samples in batches
-        ]
+        rows = [self._embeddings(samples) for samples in batches]
+        if suffix:
+            capture_segments(model, batches[0].batch, rows[0])
 
         def dense(index: int) -> None:
             batch, embeddings = batches[index % NUM_BATCHES].batch, rows[index % NUM_BATCHES]
@@ -188,20 +238,25 @@ class Bench:
 
         flops = self._flops(model, self.drawn)
         seconds = self._mean(self._time(dense))
-        self.local_flops = self._mean(sum(flops) / len(flops)) / seconds
-        self._row("dense model, one GPU", seconds, flops, ranks_in_use=1)
+        if not suffix:
+            self.local_flops = self._mean(sum(flops) / len(flops)) / seconds
+        self._row(f"dense model, one GPU{suffix}", seconds, flops, ranks_in_use=1)
 
-    def several(self, name: str, variant: Variant) -> None:
-        """A row for one variant over all ranks."""
+    def several(self, name: str, variant: Variant, *, trace: Path | None = None) -> None:
+        """A row for one variant over all ranks, and then, with ``trace``, a file of two more of its steps."""
         rank = self.rank
-        mesh = self._mesh(variant.table_copies)
+        mesh = self._mesh(variant.ep, variant.table_copies)
         model = self._model()
         drawn = [self._balance(model, samples) for samples in self.drawn] if variant.balanced else self.drawn
         flops = self._flops(model, drawn)
+        units = model.shard_units  # before modules are replaced
+        hold_experts(model, mesh)
         plan = ParallelPlan(
-            shard_units=model.shard_units,
+            shard_units=units,
             forward_prefetch=int(variant.overlap),
             backward_prefetch=int(variant.overlap),
+            param_dtype=getattr(torch, variant.param_dtype),
+            reduce_dtype=torch.float32,
             param_wire=None if variant.param_wire == "none" else get_wire(variant.param_wire),
         )
         model = parallelize(model, plan, mesh)
@@ -209,7 +264,7 @@ class Bench:
             try:
                 collectives = choose_collectives(mesh.fsdp.get_group(), variant.gathers)  # type: ignore[arg-type]
             except ValueError as error:
-                rank.row(name=name, status="unavailable", reason=str(error))
+                rank.row(name=name, status="unavailable", reason=str(error), workload=self.about["workload"])
                 rank.say(f"{name}: {error}")
                 return
             set_fully_shard_collectives(model, collectives)
@@ -223,12 +278,22 @@ class Bench:
             keep_gathered=not variant.sharded_at_rest,
         )
         batches = [samples.to(rank.device) for samples in drawn]
-        seconds = rank.reduce(self._time(self._trainer(model, tables, mesh, batches, overlap=variant.overlap)))[0]
+        step = self._trainer(model, tables, mesh, batches, overlap=variant.overlap)
+        seconds = rank.reduce(self._time(step))[0]
         # The ranks wait for the heaviest in every step.
         total = sum(rank.reduce(*flops, op=dist.ReduceOp.SUM))
         imbalance = sum(rank.reduce(*flops)) * rank.size / total
         self._row(name, seconds, flops, ranks_in_use=rank.size, imbalance=imbalance, **asdict(variant))
-        del tables, model, batches
+        if trace is not None:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                for index in range(WARM_UP + self.steps, WARM_UP + self.steps + 2):
+                    step(index)
+                rank.synchronize()
+            if rank.rank == 0:
+                trace.parent.mkdir(parents=True, exist_ok=True)
+                profile.export_chrome_trace(str(trace))
+            rank.barrier()
+        del tables, model, batches, step
         _free()
 
     def _row(self, name: str, seconds: float, flops: Sequence[float], *, ranks_in_use: int, **values: Any) -> None:
@@ -252,21 +317,26 @@ class Bench:
             "peak_gib": peak_gib,
         }
         self.rank.row(name=name, status="ok", ranks_in_use=ranks_in_use, **row, **values, **self.about)
-        self.rank.say(f"{name}: {1e3 * seconds:.1f} ms, {rate:.0f} samples/s")
+        peak = f", {peak_gib:.1f} GiB" if peak_gib is not None else ""
+        ratio = f", scaling ratio {row['scaling_ratio']:.3f}" if row["scaling_ratio"] else ""
+        self.rank.say(f"{self.about['workload']}, {name}: {1e3 * seconds:.1f} ms, {rate:.0f} samples/s{ratio}{peak}")
 
     def _mean(self, value: float) -> float:
         return self.rank.reduce(value, op=dist.ReduceOp.SUM)[0] / self.rank.size
 
-    def _mesh(self, table_copies: int) -> ParallelMesh:
+    def _mesh(self, ep: int, table_copies: int) -> ParallelMesh:
         """One mesh for each shape: groups are never freed."""
-        if table_copies not in self.meshes:
-            dims = ParallelDims.for_world(self.rank.size, sparse_replicate=table_copies)
-            self.meshes[table_copies] = dims.build_mesh(self.rank.device.type)
-        return self.meshes[table_copies]
+        shape = (ep, table_copies)
+        if shape not in self.meshes:
+            dims = ParallelDims.for_world(self.rank.size, ep=ep, sparse_replicate=table_copies)
+            self.meshes[shape] = dims.build_mesh(self.rank.device.type)
+        return self.meshes[shape]
 
     def _model(self) -> Any:
         torch.manual_seed(0)
-        model = RankingModel(self.config).to(self.rank.device)
+        # Weights are drawn where they are: on one thread a billion would take longer than the steps.
+        with self.rank.device:
+            model = RankingModel(self.config)
         return model if self.precision == "fp32" else convert(model, get_recipe(self.precision))
 
     @staticmethod

@@ -11,6 +11,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "correctness": ("name", "status", "loss_error", "loss_bound", "weight_error", "weight_bound", "worst_tensor"),
     "collectives": ("name", "engine", "mib", "ms", "bus_gb_per_s", "matmul_ms", "matmul_slowdown", "covered"),
     "scaling": (
+        "workload",
         "name",
         "step_ms",
         "samples_per_second",
@@ -36,6 +37,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
         "step_ms",
     ),
     "prediction": (
+        "workload",
         "name",
         "predicted_ms",
         "measured_ms",

@@ -49,16 +49,17 @@ class Rows:
         return self.item if feature.endswith("item") else min(OTHER_ROWS, self.item)
 
 
-def make_config(preset: str) -> RankingConfig:
+def make_config(preset: str, num_experts: int = 1) -> RankingConfig:
     """A preset that reads a candidate, its category, and a history of items, categories and ratings."""
-    build = {"tiny": presets.tiny, "small": presets.small}[preset]
-    return build(
+    build = {"tiny": presets.tiny, "small": presets.small, "large": presets.large}[preset]
+    config = build(
         context_features=("item", "category"),
         num_dense=6,
         event_features=("history.item", "history.category", "history.rating"),
         num_event_dense=1,
         tasks=("like", "favourite"),
     )
+    return replace(config, num_experts=num_experts)
 
 
 def feature_names(config: RankingConfig) -> tuple[str, ...]:
@@ -83,7 +84,9 @@ def draw_samples(config: RankingConfig, rows: Rows, num_samples: int, max_length
     """Lengths uniform from 1 to ``max_length``: half of a padded batch would be padding. Ids favour few rows."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, max_length + 1, (num_samples,), generator=generator).tolist()
-    batch, _ = random_batch(config, num_samples, lengths={"history": lengths}, seed=seed)
+    # Embeddings come from the tables: those that are drawn with the batch may be narrow.
+    narrow = replace(config, embedding_dim=1)
+    batch, _ = random_batch(narrow, num_samples, lengths={"history": lengths}, seed=seed)
     ids: Ids = {}
     for name in feature_names(config):
         count = sum(lengths) if "." in name else num_samples

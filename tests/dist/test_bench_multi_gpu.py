@@ -33,17 +33,22 @@ def test_all_parts_on_two_gloo_processes(tmp_path: Path) -> None:
     missing = [row for row in rows if row["status"] == "unavailable"]
     assert len(missing) == 6
     assert all("no CUDA device" in row["reason"] for row in missing)
-    steps = {row["name"]: row for row in rows if row["part"] == "scaling"}
-    assert {"dense model, one GPU", "one GPU", "base", "no overlap", "rows in bf16", "balanced batches"} <= steps.keys()
+    steps = {(row["workload"], row["name"]): row for row in rows if row["part"] == "scaling"}
+    plain, experts = "tiny", "tiny, 8 experts"
+    switches = ("no overlap", "rows in bf16", "parameters in bf16", "parameters in mxfp8", "balanced batches")
+    names = {*((plain, name) for name in switches), (experts, "ep 2")}
+    both = ("dense model, one GPU", "one GPU", "base", "base again")
+    assert names | {(workload, name) for workload in (plain, experts) for name in both} <= steps.keys()
     assert all(row["status"] == "ok" and row["samples_per_second"] > 0 for row in steps.values())
-    predicted = {row["name"]: row for row in rows if row["part"] == "prediction"}
-    assert {"dense model, one GPU", "one GPU", "base", "rows in bf16"} <= predicted.keys() < steps.keys()
+    predicted = {(row["workload"], row["name"]): row for row in rows if row["part"] == "prediction"}
+    assert names - {(plain, "no overlap")} <= predicted.keys() < steps.keys()
     for name, row in predicted.items():
         assert row["measured_ms"] == steps[name]["step_ms"]
         assert row["error"] == pytest.approx(row["predicted_ms"] / row["measured_ms"] - 1)
-    # Rows of half the bytes cannot take longer.
-    assert 0 < predicted["rows in bf16"]["predicted_ms"] <= predicted["base"]["predicted_ms"]
-    assert steps["balanced batches"]["imbalance"] < steps["base"]["imbalance"]
+    # Rows of half the bytes cannot take longer, nor can the experts of a rank that has half of them.
+    assert 0 < predicted[plain, "rows in bf16"]["predicted_ms"] <= predicted[plain, "base"]["predicted_ms"]
+    assert predicted[experts, "ep 2"]["predicted_peak_gib"] < predicted[experts, "base"]["predicted_peak_gib"]
+    assert steps[plain, "balanced batches"]["imbalance"] < steps[plain, "base"]["imbalance"]
     wires = [row for row in rows if row["part"] == "wires"]
     assert [row["status"] for row in wires] == ["ok"] * 9
     # A byte an element and one for 32, against two and against four.
