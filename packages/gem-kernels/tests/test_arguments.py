@@ -161,8 +161,38 @@ def test_a_flag_of_a_module_must_be_a_bool():
 def test_a_dtype_without_arithmetic_is_refused(op, dtype):
     function, tensors, options = CALLS[op]
     low = {name: x.to(dtype) for name, x in tensors.items()}
-    with pytest.raises(TypeError, match=rf"^{op}: .*must be .*got {dtype}; cast it first"):
+    with pytest.raises(TypeError, match=rf"^{op}: .*must be .*got {dtype}; cast it first") as raised:
         function(**low, **options)
+    assert isinstance(raised.value, ValueError)
+
+
+@pytest.mark.parametrize("op", ATTENTIONS)
+def test_tensors_of_one_call_share_dtype_and_device(op):
+    function, tensors, options = CALLS[op]
+    name = next(name for name in options if name.startswith("offsets"))
+    for changes in ({"k": tensors["k"].bfloat16()}, {name: OFFSETS.float()}, {name: OFFSETS.short()}):
+        with pytest.raises(ValueError, match=rf"^{op}: `{next(iter(changes))}` must .* got torch\."):
+            function(**tensors | options | changes)
+    for changes in ({"v": tensors["v"].to("meta")}, {name: OFFSETS.to("meta")}):
+        with pytest.raises(ValueError, match=rf"^{op}: `{next(iter(changes))}` must be on the device .* got meta; "):
+            function(**tensors | options | changes)
+
+
+@pytest.mark.parametrize("op", ATTENTIONS)
+def test_numbers_that_nothing_can_hold_are_refused(op):
+    function, tensors, options = CALLS[op]
+    name = next(name for name in options if name.startswith("max_seqlen"))
+    with pytest.raises(ValueError, match=rf"^{op}: `{name}` must be below 2\*\*62, got {2**63}; "):
+        function(**tensors, **options | {name: 2**63})
+    assert function(**tensors, **options | {name: 2**62 - 1}).isfinite().all()
+    scale = "scale" if op in ("jagged_attention", "block_attention") else "pre_scale"
+    with pytest.raises(ValueError, match=rf"^{op}: `{scale}` must be finite, got 1000"):
+        function(**tensors, **options, **{scale: 10**400})
+    if op in ("jagged_attention", "gdpa"):
+        with pytest.raises(ValueError, match=rf"^{op}: `window_size` must be below 2\*\*62, got {2**70}; "):
+            function(**tensors, **options, window_size=(2**70, 0))
+        wide = function(**tensors, **options, window_size=(2**62 - 1, 2**62 - 1))
+        assert torch.equal(wide, function(**tensors, **options))
 
 
 @pytest.mark.parametrize("op", CALLS)

@@ -195,6 +195,27 @@ def test_offsets_that_were_written_since_are_refused(op):
 
 
 @pytest.mark.parametrize("op", [jagged_attention, gdpa, gdpa_norm_block], ids=lambda op: op.__name__)
+def test_writes_that_torch_does_not_count_are_seen(op):
+    with torch.inference_mode():
+        offsets_k = X.offsets_k.clone()
+        options = sizes(X) | {"offsets_k": offsets_k, "schedule": make_schedule(offsets_k=offsets_k)}
+        before = op(X.q, X.k, X.v, **options)
+        offsets_k[1] = 19
+        after = op(X.q, X.k, X.v, **options)
+        assert torch.equal(after, op(X.q, X.k, X.v, **(options | {"schedule": None})))
+        assert not torch.equal(after, before)
+        offsets_k[1] = 26
+        with pytest.raises(ValueError, match=r"`offsets_k` must not decrease, got 26 then 25"):
+            op(X.q, X.k, X.v, **options)
+    # Of other tensors writes count there too.
+    schedule = make_schedule(offsets_k=(written := X.offsets_k.clone()))
+    with torch.inference_mode():
+        written[1] = 19
+        with pytest.raises(ValueError, match="offsets that keep their values"):
+            op(X.q, X.k, X.v, **(sizes(X) | {"offsets_k": written}), schedule=schedule)
+
+
+@pytest.mark.parametrize("op", [jagged_attention, gdpa, gdpa_norm_block], ids=lambda op: op.__name__)
 def test_anything_else_is_no_schedule(op):
     with pytest.raises(TypeError, match=f"{op.__name__}: `schedule` must be an AttentionSchedule or None, got Tensor"):
         op(X.q, X.k, X.v, **sizes(X), schedule=make_schedule().token)

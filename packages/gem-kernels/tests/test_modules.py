@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,11 +35,19 @@ def test_gdpa_module_is_the_function(options):
     assert torch.equal(module(X.q, X.k, X.v, **BATCH), gdpa(X.q, X.k, X.v, **BATCH, **options))
 
 
-def test_gdpa_module_is_the_norm_block():
-    module, options = GDPA("silu", 0.5, 2.0), {"activation": "silu", "pre_scale": 0.5, "post_scale": 2.0}
-    assert torch.equal(
-        module(X.q, X.k, X.v, **BATCH, norm_block=True), gdpa_norm_block(X.q, X.k, X.v, **BATCH, **options)
-    )
+@pytest.mark.parametrize("recompute", [True, False])
+def test_gdpa_module_is_the_norm_block(recompute):
+    options = {"activation": "silu", "pre_scale": 0.5, "post_scale": 2.0, "recompute": recompute}
+    module, q = GDPA(**options), X.q.clone().requires_grad_()
+    kept = []
+    for function in (partial(module, norm_block=True), partial(gdpa_norm_block, **options)):
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, to=saved: to.append(x.shape) or x, lambda x: x):
+            out = function(q, X.k, X.v, **BATCH)
+        kept.append((out, *torch.autograd.grad(out.square().sum(), q), saved))
+    assert all(torch.equal(a, b) for a, b in zip(kept[0][:2], kept[1][:2], strict=True))
+    assert kept[0][2] == kept[1][2]
+    assert kept[0][2].count(X.q.shape) == (1 if recompute else 3)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +169,7 @@ def test_modules_hold_no_state_and_show_their_options():
     assert "causal=True" in repr(JaggedAttention(causal=True))
     assert "time_buckets_per_octave=4" in repr(JaggedAttention(time_buckets_per_octave=4))
     assert "activation='relu'" in repr(GDPA(activation="relu"))
+    assert "recompute=False" in repr(GDPA(recompute=False))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from gem_kernels._src.jagged.index import (
     scatter_rows,
     sequence_and_position,
 )
-from gem_kernels._src.validate import check_offsets, check_same
+from gem_kernels._src.validate import DtypeError, check_offsets, check_same
 
 __all__ = [
     "jagged_concat",
@@ -50,8 +50,8 @@ def lengths_to_offsets(lengths: Tensor) -> Tensor:
         ValueError: if it is not one-dimensional, or holds a negative length (checked on the CPU).
     """
     if not isinstance(lengths, Tensor) or lengths.dtype not in (torch.int32, torch.int64):
-        got = lengths.dtype if isinstance(lengths, Tensor) else type(lengths).__name__
-        raise TypeError(f"lengths_to_offsets: `lengths` must be an int32 or int64 Tensor, got {got}; cast it first.")
+        got, error = (lengths.dtype, DtypeError) if isinstance(lengths, Tensor) else (type(lengths).__name__, TypeError)
+        raise error(f"lengths_to_offsets: `lengths` must be an int32 or int64 Tensor, got {got}; cast it first.")
     if lengths.dim() != 1:
         raise ValueError(f"lengths_to_offsets: `lengths` must have shape (B,), got {tuple(lengths.shape)}.")
     is_readable = lengths.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -111,6 +111,8 @@ class GDPA(nn.Module):
         post_scale: Factor on the activated scores.
         causal: Keep only keys j <= i.
         window_size: (left, right) in tokens, -1 = unbounded.
+        recompute: Of calls with ``norm_block=True``, see :func:`gem_kernels.gdpa_norm_block`: ``False`` keeps two rows
+            more for the backward in place of making them again.
     """
 
     def __init__(
@@ -120,17 +122,19 @@ class GDPA(nn.Module):
         post_scale: float = 1.0,
         causal: bool = False,
         window_size: tuple[int, int] = (-1, -1),
+        recompute: bool = True,
     ) -> None:
         super().__init__()
         check_scalar("GDPA", "pre_scale", pre_scale)
         check_scalar("GDPA", "post_scale", post_scale)
-        check_bool("GDPA", causal=causal)
+        check_bool("GDPA", causal=causal, recompute=recompute)
         check_window("GDPA", window_size)
         self.activation = activation_name("GDPA", activation)
         self.pre_scale = pre_scale
         self.post_scale = post_scale
         self.causal = causal
         self.window_size = window_size
+        self.recompute = recompute
 
     @property
     def has_norm_block(self) -> bool:
@@ -183,6 +187,7 @@ class GDPA(nn.Module):
                 activation=self.activation,
                 pre_scale=self.pre_scale,
                 post_scale=self.post_scale,
+                recompute=self.recompute,
                 schedule=schedule,
             )
         return gdpa(
@@ -206,7 +211,7 @@ class GDPA(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"activation={self.activation!r}, pre_scale={self.pre_scale}, post_scale={self.post_scale}, "
-            f"causal={self.causal}, window_size={self.window_size}"
+            f"causal={self.causal}, window_size={self.window_size}, recompute={self.recompute}"
         )
 
 

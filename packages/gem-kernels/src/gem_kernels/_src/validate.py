@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from typing import Any
 
 import torch
@@ -13,6 +13,10 @@ from torch.autograd import forward_ad
 _FLOAT_DTYPES_CUDA = (torch.float16, torch.bfloat16, torch.float32)
 _FLOAT_DTYPES = (*_FLOAT_DTYPES_CUDA, torch.float64)
 _OFFSET_DTYPES = (torch.int32, torch.int64)
+
+
+class DtypeError(TypeError, ValueError):
+    """A tensor has a dtype that an op does not take: caught as either, as it is both a wrong type and a bad input."""
 
 
 def check_bool(op: str, **flags: Any) -> None:
@@ -54,14 +58,14 @@ def check_tensor(op: str, name: str, x: Any) -> None:
 def check_float(op: str, name: str, x: Tensor) -> None:
     """Raise unless ``x`` has a floating point dtype that the kernels of its device read."""
     if not x.dtype.is_floating_point:
-        raise TypeError(f"{op}: `{name}` must be a floating point tensor, got {x.dtype}; cast it first.")
+        raise DtypeError(f"{op}: `{name}` must be a floating point tensor, got {x.dtype}; cast it first.")
     if x.device.type == "cuda" and x.dtype not in _FLOAT_DTYPES_CUDA:
-        raise TypeError(
+        raise DtypeError(
             f"{op}: `{name}` must be float16, bfloat16 or float32 on CUDA, got {x.dtype}; "
             "cast it or move it to the CPU."
         )
     if x.dtype not in _FLOAT_DTYPES:
-        raise TypeError(f"{op}: `{name}` must be float16, bfloat16, float32 or float64, got {x.dtype}; cast it first.")
+        raise DtypeError(f"{op}: `{name}` must be float16, bfloat16, float32 or float64, got {x.dtype}; cast it first.")
 
 
 def check_values(op: str, name: str, x: Tensor) -> None:
@@ -93,7 +97,9 @@ def check_offsets(op: str, name: str, offsets: Tensor, like: Tensor) -> None:
             "make it with lengths_to_offsets of the lengths."
         )
     if offsets.dtype not in _OFFSET_DTYPES:
-        raise TypeError(f"{op}: `{name}` must be int32 or int64, got {offsets.dtype}; cast it with `.to(torch.int64)`.")
+        raise DtypeError(
+            f"{op}: `{name}` must be int32 or int64, got {offsets.dtype}; cast it with `.to(torch.int64)`."
+        )
     if offsets.device != like.device:
         raise ValueError(
             f"{op}: `{name}` must be on the device of the values, {like.device}, got {offsets.device}; move it there."
@@ -105,7 +111,7 @@ def check_same(op: str, tensors: dict[str, Tensor]) -> None:
     first_name, first = next(iter(tensors.items()))
     for name, x in tensors.items():
         if x.dtype != first.dtype:
-            raise TypeError(
+            raise DtypeError(
                 f"{op}: `{name}` must have the dtype of `{first_name}`, {first.dtype}, got {x.dtype}; cast one of them."
             )
         if x.device != first.device:
@@ -118,6 +124,14 @@ def check_int(op: str, name: str, value: Any, remedy: str = "pass int(x)") -> No
     """Raise unless ``value`` is a Python int; numpy's are not, a tensor would need a device sync."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{op}: `{name}` must be a Python int, got {type(value).__name__}; {remedy}.")
+    check_magnitude(op, name, value)
+
+
+def check_magnitude(op: str, name: str, value: Any) -> None:
+    """Raise on an int that does not fit in 64 bits with any position added to it."""
+    # Not asked of traced sizes, which would have to be guarded.
+    if isinstance(value, int) and abs(value) >= 2**62:
+        raise ValueError(f"{op}: `{name}` must be below 2**62, got {value}; no sequence is as long.")
 
 
 def check_max_seqlen(op: str, name: str, max_seqlen: int) -> None:
@@ -182,7 +196,7 @@ def check_index(op: str, name: str, index: Tensor, shape: str, count: int | None
             "drop or add entries so that it does."
         )
     if index.dtype not in _OFFSET_DTYPES:
-        raise TypeError(f"{op}: `{name}` must be int32 or int64, got {index.dtype}; cast it with `.to(torch.int64)`.")
+        raise DtypeError(f"{op}: `{name}` must be int32 or int64, got {index.dtype}; cast it with `.to(torch.int64)`.")
     if index.device != like.device:
         raise ValueError(
             f"{op}: `{name}` must be on the device of the values, {like.device}, got {index.device}; move it there."
@@ -287,6 +301,7 @@ def check_window(op: str, window_size: tuple[int, int]) -> None:
             raise TypeError(
                 f"{op}: `window_size` must be a pair (left, right) of ints, got {window_size!r}; use -1 for unbounded."
             )
+        check_magnitude(op, "window_size", side)
         if side < -1:
             raise ValueError(
                 f"{op}: `window_size` must hold tokens >= 0, or -1 for unbounded, got {tuple(window_size)}; "
@@ -300,8 +315,8 @@ def check_scalar(op: str, name: str, value: float) -> None:
         raise TypeError(
             f"{op}: `{name}` must be a Python float, got {type(value).__name__}; keep it on the host and pass float(x)."
         )
-    # Not math.isfinite, which torch.compile cannot trace.
-    if value != value or value in (math.inf, -math.inf):
+    # Not math.isfinite, which torch.compile cannot trace. An int may be beyond every float.
+    if not -sys.float_info.max <= value <= sys.float_info.max:
         raise ValueError(f"{op}: `{name}` must be finite, got {value}; pass a finite number.")
 
 

@@ -30,12 +30,15 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _version(x: Tensor | None) -> int:
-    """How often torch has written x in place; inference tensors do not count."""
-    return 0 if x is None or x.is_inference() else x._version
+    """How often torch has written x in place."""
+    return 0 if x is None else x._version
 
 
 class Store:
-    """Results by what they were made with. Holds the offsets, whose memory no other tensor can then take."""
+    """Results by what they were made with. Holds the offsets, whose memory no other tensor can then take.
+
+    No inference tensors: torch does not count what is written to them.
+    """
 
     def __init__(self, *offsets: Tensor | None) -> None:
         self._offsets = offsets

@@ -50,11 +50,12 @@ class AttentionSchedule:
         ValueError: on a shape, device, offset, request or number that does not fit.
         TypeError: on a dtype or argument type that does not fit.
 
-    The tensors must keep their values: an op refuses a schedule whose offsets have been written in place since. Of
-    writes that torch does not count (under ``torch.inference_mode``, through ``.data``, or by another library) nobody
-    knows; make a new schedule. Make one for every batch, of the very tensors that the layers get: copies are refused,
-    unless a call has ``validate=True``, which compares values. It may be made inside or outside of ``torch.compile``,
-    where an op does not refuse a schedule of other tensors, but ignores it.
+    The tensors must keep their values: an op refuses a schedule whose offsets have been written in place since. Torch
+    does not count the writes to tensors made under ``torch.inference_mode``: of those nothing is kept, and every layer
+    makes and checks what it needs. Of writes through ``.data`` or by another library nobody knows; make a new schedule.
+    Make one for every batch, of the very tensors that the layers get: copies are refused, unless a call has
+    ``validate=True``, which compares values. It may be made inside or outside of ``torch.compile``, where an op does
+    not refuse a schedule of other tensors, but ignores it.
 
     Example:
         >>> schedule = AttentionSchedule(
@@ -133,7 +134,9 @@ def schedule_token(
     if read and request_index is not None:
         check_request_values(_NAME, request_index, offsets_k.shape[0] - 1)
     token = offsets_k.new_empty(1, dtype=torch.uint8)
-    token.gem_kernels_store = Store(offsets_q, offsets_k, request_index)  # type: ignore[attr-defined]
+    tensors = (offsets_q, offsets_k, request_index)
+    if not any(x is not None and x.is_inference() for x in tensors):
+        token.gem_kernels_store = Store(*tensors)  # type: ignore[attr-defined]
     return token
 
 
