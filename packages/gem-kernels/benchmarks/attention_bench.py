@@ -16,6 +16,7 @@ import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor
 
+from gem_kernels import AttentionSchedule
 from gem_kernels._src.attention.configs import candidates, override
 from gem_kernels._src.attention.flops import backward_flops, forward_flops
 from gem_kernels._src.attention.window import count_pairs
@@ -96,7 +97,7 @@ class Op:
 
     name: str
     attend: Callable[..., Tensor]
-    """(q, k, v, *, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k) -> (T_q, H, D)."""
+    """(q, k, v, *, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, schedule) -> (T_q, H, D)."""
     reference: Callable[..., Tensor]
     """(q, k, v, *, offsets_q, offsets_k) -> (T_q, H, D): the loop."""
     dense: Dense
@@ -106,23 +107,32 @@ class Op:
     variants: Mapping[str, Context] = field(default_factory=dict)
     """Other kernels of the op: name, and the context in which a call takes them."""
 
-    def on(self, x: AttentionInputs) -> Dense:
-        """The op on the batch as a function of q, k, v."""
+    def on(self, x: AttentionInputs, schedule: AttentionSchedule | None = None) -> Dense:
+        """The op on the batch as a function of q, k, v; with a schedule as layers of one batch share it."""
         return functools.partial(
             self.attend,
             offsets_q=x.offsets_q,
             offsets_k=x.offsets_k,
             max_seqlen_q=x.max_seqlen_q,
             max_seqlen_k=x.max_seqlen_k,
+            schedule=schedule,
         )
 
     def kernels(self, x: AttentionInputs) -> dict[str, Provider]:
-        """The op, by the kernels it chooses and by others it has."""
+        """The op, by the kernels it chooses and by others; and as all layers of a batch but its first call it."""
+        schedule = AttentionSchedule(
+            x.offsets_q,
+            x.offsets_k,
+            total_q=x.q.shape[0],
+            total_k=x.k.shape[0],
+            max_seqlen_q=x.max_seqlen_q,
+            max_seqlen_k=x.max_seqlen_k,
+        )
         contexts = {"": contextlib.nullcontext} | {f" {name}": context for name, context in self.variants.items()}
         return {
             f"gem_kernels.{self.name}{name}": Provider(forward=self.on(x), batch=x, context=context)
             for name, context in contexts.items()
-        }
+        } | {f"gem_kernels.{self.name}, schedule reused": Provider(forward=self.on(x, schedule), batch=x)}
 
 
 def make_inputs(shape: Shape) -> AttentionInputs:

@@ -5,7 +5,8 @@ python bench_gdpa.py --quick         # the first two shapes, few repeats
 python bench_gdpa.py --tune dkdv     # time every candidate tile configuration of one portable kernel
 
 The other providers but the compiled one compute softmax attention: the same matmuls, another function between them.
-"portable" are the kernels that all other GPUs take.
+"portable" are the kernels that all other GPUs take; "schedule reused" is a call that is given an ``AttentionSchedule``
+which an earlier call on the batch has filled, as in all layers of a model but the first.
 """
 
 from __future__ import annotations

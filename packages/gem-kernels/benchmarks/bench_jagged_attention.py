@@ -4,7 +4,8 @@ python bench_jagged_attention.py                 # all shapes; needs a CUDA devi
 python bench_jagged_attention.py --quick         # the first two shapes, few repeats
 python bench_jagged_attention.py --tune dkdv     # time every candidate tile configuration of one portable kernel
 
-"portable" are the kernels that all other GPUs take.
+"portable" are the kernels that all other GPUs take; "schedule reused" is a call that is given an ``AttentionSchedule``
+which an earlier call on the batch has filled, as in all layers of a model but the first.
 """
 
 from __future__ import annotations

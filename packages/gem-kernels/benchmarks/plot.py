@@ -23,7 +23,7 @@ COLOURS = {
     "torch varlen_attn": "#CC79A7",
     "torch compiled": "#A08A00",
 }
-OURS, OTHERS = ("#0072B2", "#7FC4EE"), ("#D55E00", "#009E73", "#CC79A7", "#A08A00", "#888")
+OURS, OTHERS = ("#0072B2", "#7FC4EE", "#003B5C"), ("#D55E00", "#009E73", "#CC79A7", "#A08A00", "#888")
 """Okabe and Ito: told apart by colour-blind readers. Ours come first, in blue."""
 NAMES = {
     "torch sdpa cudnn": "cuDNN (torch sdpa)",
