@@ -1,5 +1,6 @@
 """``python -m gem_kernels``: the conformance run finds what is wrong, and warming the cache goes rank by rank."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -10,7 +11,14 @@ import torch
 
 import gem_kernels
 from gem_kernels.__main__ import main
-from gem_kernels._src.conformance.cases import ATTENTION_OPS, LINEAR_OPS, ConformanceCase, default_cases, load_cases
+from gem_kernels._src.conformance.cases import (
+    ATTENTION_OPS,
+    FIELDS,
+    LINEAR_OPS,
+    ConformanceCase,
+    default_cases,
+    load_cases,
+)
 from gem_kernels._src.conformance.run import measure
 from gem_kernels._src.conformance.warm import in_turn, marker_path
 
@@ -31,7 +39,13 @@ def shapes(tmp_path):
 
 
 def test_built_in_cases_name_every_op_and_pass_on_the_cpu(capsys):
-    assert {case.op for case in default_cases(torch.device("cpu"))} == set(ATTENTION_OPS + LINEAR_OPS)
+    cases = default_cases(torch.device("cpu"))
+    assert set(FIELDS) == {case.op for case in cases} == set(ATTENTION_OPS + LINEAR_OPS)
+    # Every field of every op has another value than its default in one case at least.
+    for op, names in FIELDS.items():
+        for name in names - {"op", "num_heads"}:
+            default = next(field.default for field in dataclasses.fields(ConformanceCase) if field.name == name)
+            assert any(getattr(case, name) != default for case in cases if case.op == op), (op, name)
     assert main(["check", "--device", "cpu"]) == 0
     text = capsys.readouterr().out
     assert "FAILED" not in text
@@ -85,6 +99,12 @@ BAD = [
     ([{"op": "gdpa", "heads": 3}], "case 0 .* has unknown field 'heads'; fields are "),
     ([{"op": "gdpa"}], "case 0 .* needs `lengths_q`"),
     ([{"op": "gdpa", "lengths_q": [5], "in_features": 7}], "case 0 .* has 'in_features', which gdpa does not take"),
+    (
+        [{"op": "block_attention", "lengths_q": [5], "causal": True}],
+        "case 0 .* has 'causal', which block_attention does",
+    ),
+    ([{"op": "gdpa", "num_seeds": -1}], "`num_seeds` must be an int >= 0, got -1"),
+    ([SMALL[0] | {"num_targets": [0, -1, 2]}], "`num_targets` must be a list of ints >= 0, rows per sequence, got"),
     ([{"op": "linear_norm", "head_dim": 5}], "case 0 .* has 'head_dim', which linear_norm does not take"),
     ([SMALL[0], {"dtype": "float32"}], "case 1 .* has no `op`"),
     ([{"op": "softmax"}], "case 0 .*`op` must be one of .*, got 'softmax'"),

@@ -36,6 +36,8 @@ class ConformanceCase:
     num_heads_kv: int | None = None
     """None: as many as ``num_heads``."""
     head_dim: int = 64
+    head_dim_v: int | None = None
+    """None: ``head_dim``."""
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
     activation: str = "gelu"
@@ -43,6 +45,16 @@ class ConformanceCase:
     block_size: int = 64
     rotary: bool = False
     """Of block_attention: with a table of angles."""
+    bias: bool = False
+    """Of jagged_attention: with tables by position and by time gap."""
+    num_seeds: int = 0
+    """Of jagged_attention and gdpa: queries that every sequence shares, in place of ``lengths_q``."""
+    request_index: tuple[int, ...] | None = None
+    """Of the same: the key sequence of each query sequence."""
+    num_targets: tuple[int, ...] | None = None
+    """Of gdpa: target rows at the end of each sequence."""
+    recompute: bool = True
+    """Of gdpa_norm_block."""
     rows: int = 0
     """Linear layers: rows of the input."""
     in_features: int = 0
@@ -73,36 +85,53 @@ class ConformanceCase:
             words += [self.norm] if self.op == "linear_norm" else []
         else:
             heads = f"H{self.num_heads}" + (f"/{self.num_heads_kv}" if self.num_heads_kv else "")
-            longest = "x".join(
-                str(max(lengths, default=0)) for lengths in (self.lengths_q, self.lengths_k) if lengths is not None
-            )
-            words = [f"B{len(self.lengths_q)} L{longest} {heads} D{self.head_dim}"]
+            lengths_q = self.query_lengths
+            longest = "x".join(str(max(x, default=0)) for x in (lengths_q, self.lengths_k) if x is not None)
+            words = [f"B{len(lengths_q)} L{longest} {heads} D{self.head_dim}"]
+            words[0] += f"/{self.head_dim_v}" if self.head_dim_v else ""
             words += ["causal"] if self.causal else []
             words += [f"window {self.window_size[0]}:{self.window_size[1]}"] if self.window_size != (-1, -1) else []
             words += [self.activation] if self.op in ("gdpa", "gdpa_norm_block") else []
             words += [f"blocks of {self.block_size}"] if self.op == "block_attention" else []
-            words += ["rotary"] if self.rotary else []
+            words += [name for name in ("rotary", "bias") if getattr(self, name)]
+            words += [f"seeds {self.num_seeds}"] if self.num_seeds else []
+            words += ["requests"] if self.request_index is not None else []
+            words += ["targets"] if self.num_targets is not None else []
+            words += [] if self.recompute else ["rows kept"]
         return ", ".join([*words, *(["affine"] if self.affine else [])])
+
+    @property
+    def query_lengths(self) -> tuple[int, ...]:
+        """Rows of the output by query sequence."""
+        if not self.num_seeds:
+            return self.lengths_q
+        pairs = self.lengths_k if self.request_index is None else self.request_index
+        return (self.num_seeds,) * len(pairs or ())
 
 
 def _check_types(case: ConformanceCase) -> None:
     """Raise on a value that no op could be given: a file has no types."""
-    for name in ("rows", "in_features", "out_features", "num_heads", "head_dim", "block_size", "num_heads_kv"):
-        value, least = getattr(case, name), 1 if name.startswith(("num", "head", "block")) else 0
-        if not (_is_int(value, least) or (name == "num_heads_kv" and value is None)):
+    for name in (
+        "rows", "in_features", "out_features", "num_seeds", "num_heads", "head_dim", "block_size", "num_heads_kv",
+        "head_dim_v",
+    ):  # fmt: skip
+        value, least = getattr(case, name), 1 if name.startswith(("num_heads", "head", "block")) else 0
+        if not (_is_int(value, least) or (name in ("num_heads_kv", "head_dim_v") and value is None)):
             raise ValueError(f"ConformanceCase: `{name}` must be an int >= {least}, got {value!r}.")
-    for name in ("lengths_q", "lengths_k"):
-        lengths = getattr(case, name)
-        if name == "lengths_k" and lengths is None:
+    for name, what in (
+        ("lengths_q", "tokens"), ("lengths_k", "tokens"), ("request_index", "key sequence"), ("num_targets", "rows"),
+    ):  # fmt: skip
+        numbers = getattr(case, name)
+        if name != "lengths_q" and numbers is None:
             continue
-        if not (isinstance(lengths, tuple) and all(_is_int(x, 0) for x in lengths)):
+        if not (isinstance(numbers, tuple) and all(_is_int(x, 0) for x in numbers)):
             raise ValueError(
-                f"ConformanceCase: `{name}` must be a list of ints >= 0, tokens per sequence, got {lengths!r}."
+                f"ConformanceCase: `{name}` must be a list of ints >= 0, {what} per sequence, got {numbers!r}."
             )
     window = case.window_size
     if not (isinstance(window, tuple) and len(window) == 2 and all(_is_int(x, -1) for x in window)):
         raise ValueError(f"ConformanceCase: `window_size` must be two ints >= -1, [left, right], got {window!r}.")
-    for name in ("causal", "rotary", "affine"):
+    for name in ("causal", "rotary", "affine", "bias", "recompute"):
         if not isinstance(getattr(case, name), bool):
             raise ValueError(f"ConformanceCase: `{name}` must be true or false, got {getattr(case, name)!r}.")
 
@@ -111,11 +140,18 @@ def _is_int(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-_OF_LINEAR = {"rows", "in_features", "out_features", "norm"}
-_OF_ATTENTION = {
-    "lengths_q", "lengths_k", "num_heads", "num_heads_kv", "head_dim", "causal", "window_size", "activation",
-    "block_size", "rotary",
-}  # fmt: skip
+_PACKED = {"op", "dtype", "lengths_q", "num_heads", "num_heads_kv", "head_dim"}
+_TWO_SIDED = _PACKED | {"lengths_k", "head_dim_v", "causal", "window_size", "num_seeds", "request_index"}
+_LINEAR = {"op", "dtype", "rows", "in_features", "out_features", "affine"}
+FIELDS = {
+    "jagged_attention": _TWO_SIDED | {"bias"},
+    "gdpa": _TWO_SIDED | {"activation", "num_targets"},
+    "block_attention": _PACKED | {"head_dim_v", "block_size", "rotary"},
+    "gdpa_norm_block": _PACKED | {"lengths_k", "activation", "recompute", "affine"},
+    "rmsnorm_linear": _LINEAR,
+    "linear_norm": _LINEAR | {"norm"},
+}
+"""Fields of a case by op."""
 
 
 def load_cases(path: Path) -> list[ConformanceCase]:
@@ -137,8 +173,7 @@ def _load_case(path: Path, number: int, entry: Any) -> ConformanceCase:
     if unknown or "op" not in entry:
         problem = f"unknown field {unknown[0]!r}" if unknown else "no `op`"
         raise ValueError(f"check: case {number} of `{path}` has {problem}; fields are {', '.join(sorted(fields))}.")
-    linear = entry["op"] in LINEAR_OPS
-    foreign = sorted(set(entry) & (_OF_ATTENTION if linear else _OF_LINEAR))
+    foreign = sorted(set(entry) - FIELDS.get(str(entry["op"]), fields))
     if foreign:
         raise ValueError(f"check: case {number} of `{path}` has {foreign[0]!r}, which {entry['op']} does not take.")
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
@@ -146,13 +181,31 @@ def _load_case(path: Path, number: int, entry: Any) -> ConformanceCase:
         case = ConformanceCase(**values)
     except (TypeError, ValueError) as error:
         raise ValueError(f"check: case {number} of `{path}`: {error}") from error
-    if not linear and "lengths_q" not in entry:
+    if case.op in ATTENTION_OPS and "lengths_q" not in entry and not case.num_seeds:
         raise ValueError(f"check: case {number} of `{path}` needs `lengths_q`, tokens per sequence: a list of ints.")
     return case
 
 
 _EDGES: dict[str, Any] = {"lengths_q": (0, 1, 63, 64, 65, 200), "lengths_k": (8, 64, 1, 0, 128, 130)}
 _SELF: dict[str, Any] = {"lengths_q": (0, 1, 63, 64, 65, 200)}
+
+
+_REQUESTS: dict[str, Any] = {**_EDGES, "lengths_k": (64, 0, 130), "request_index": (0, 0, 0, 1, 2, 2)}
+
+
+def _options(common: dict[str, Any]) -> list[ConformanceCase]:
+    """What the attention ops can do beside masks and grouped heads."""
+    seeds: dict[str, Any] = {"num_seeds": 5, "lengths_k": _EDGES["lengths_k"], **common}
+    return [
+        ConformanceCase(op="jagged_attention", bias=True, causal=True, **_SELF, **common),
+        ConformanceCase(op="jagged_attention", **seeds),
+        ConformanceCase(op="jagged_attention", head_dim_v=32, **_REQUESTS, **common),
+        ConformanceCase(op="gdpa", num_targets=(0, 1, 5, 64, 1, 40), activation="silu", causal=True, **_SELF, **common),
+        ConformanceCase(op="gdpa", window_size=(16, 4), **seeds),
+        ConformanceCase(op="block_attention", num_heads_kv=2, head_dim_v=32, **_SELF, **common),
+        ConformanceCase(op="gdpa", head_dim_v=32, **_REQUESTS, **common),
+        ConformanceCase(op="gdpa_norm_block", num_heads_kv=2, activation="silu", recompute=False, **_EDGES, **common),
+    ]
 
 
 def default_cases(device: torch.device) -> list[ConformanceCase]:
@@ -174,6 +227,8 @@ def default_cases(device: torch.device) -> list[ConformanceCase]:
                 ConformanceCase(op="block_attention", block_size=32, rotary=True, **_SELF, **common),
                 ConformanceCase(op="gdpa_norm_block", affine=True, **_EDGES, **common),
             ]
+            # One dtype and head dim: what other ones change is compared above.
+            cases += _options(common) if not any(case.bias for case in cases) else []
         sizes: dict[str, Any] = {"rows": rows, "in_features": features[0], "out_features": features[1], "dtype": dtype}
         cases += [
             ConformanceCase(op="rmsnorm_linear", affine=True, **sizes),

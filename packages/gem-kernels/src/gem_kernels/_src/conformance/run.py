@@ -42,7 +42,7 @@ class _Problem(NamedTuple):
     options: dict[str, Any]
     """Of both."""
     bounds: dict[str, Any]
-    """Of the op only: what the reference reads from the lengths."""
+    """Of the op only: what the reference reads from the lengths, or has no use for."""
 
 
 def _draw(case: ConformanceCase, device: torch.device, *shape: int, shift: float = 0.0, seed: int = 0) -> Tensor:
@@ -74,31 +74,43 @@ def _rotary_table(rows: int, dim: int, device: torch.device) -> Tensor:
 
 def _attention_problem(case: ConformanceCase, device: torch.device) -> _Problem:
     x = attention_inputs(
-        case.lengths_q,
+        case.query_lengths,
         case.lengths_k,
         num_heads=case.num_heads,
         num_heads_kv=case.num_heads_kv,
         head_dim=case.head_dim,
+        head_dim_v=case.head_dim_v,
         dtype=DTYPES[case.dtype],
         device=device,
     )
-    tensors = {"q": x.q, "k": x.k, "v": x.v}
+    tensors = {"q": x.q[: case.num_seeds] if case.num_seeds else x.q, "k": x.k, "v": x.v}
     if case.op == "block_attention":
         options: dict[str, Any] = {"offsets": x.offsets_q, "block_size": case.block_size}
         if case.rotary:
             options["rotary"] = _rotary_table(x.q.shape[0], case.head_dim, device)
         return _Problem(tensors, x.do, options, {"max_seqlen": x.max_seqlen_q})
-    options = {"offsets_q": x.offsets_q, "offsets_k": x.offsets_k}
+    options = {"offsets_q": None if case.num_seeds else x.offsets_q, "offsets_k": x.offsets_k}
+    bounds: dict[str, Any] = {"max_seqlen_q": x.max_seqlen_q, "max_seqlen_k": x.max_seqlen_k}
+    for name in ("request_index", "num_targets"):
+        if (numbers := getattr(case, name)) is not None:
+            options[name] = torch.tensor(numbers, dtype=torch.int64, device=device)
     if case.op != "jagged_attention":
         # Scores of about 1, as after training: far from where an activation is constant or linear.
         options |= {"activation": case.activation, "pre_scale": case.head_dim**-0.5}
+    if case.bias:
+        tensors["position_bias"] = _draw(case, device, case.num_heads, 33, seed=6)
+        tensors["time_bias"] = _draw(case, device, case.num_heads, 20, seed=7)
+        options |= {
+            f"times_{side}": torch.arange(x.shape[0], device=device) ** 2 for side, x in (("q", x.do), ("k", x.k))
+        }
     if case.op == "gdpa_norm_block":
+        bounds["recompute"] = case.recompute
         if case.affine:
             for seed, name in enumerate(("norm_weight", "norm_bias", "rms_weight")):
                 tensors[name] = _draw(case, device, case.num_heads * case.head_dim, shift=1.0, seed=seed)
     else:
         options |= {"causal": case.causal, "window_size": case.window_size}
-    return _Problem(tensors, x.do, options, {"max_seqlen_q": x.max_seqlen_q, "max_seqlen_k": x.max_seqlen_k})
+    return _Problem(tensors, x.do, options, bounds)
 
 
 def make_problem(case: ConformanceCase, device: torch.device) -> _Problem:
