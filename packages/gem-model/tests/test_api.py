@@ -12,7 +12,6 @@ def test_all_is_pinned():
         "SequenceTowerConfig",
         "__version__",
         "capture_segments",
-        "compile_units",
         "presets",
         "protocols",
         "random_batch",

@@ -3,7 +3,6 @@
 from gem_model import presets, protocols
 from gem_model._version import __version__
 from gem_model.capturing import capture_segments
-from gem_model.compiling import compile_units
 from gem_model.config import RankingConfig, SequenceTowerConfig
 from gem_model.flops import FlopCount
 from gem_model.model import Loss, RankingModel
@@ -17,7 +16,6 @@ __all__ = [
     "SequenceTowerConfig",
     "__version__",
     "capture_segments",
-    "compile_units",
     "presets",
     "protocols",
     "random_batch",

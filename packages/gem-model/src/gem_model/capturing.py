@@ -47,7 +47,8 @@ def capture_segments(model: RankingModel, batch: RankingBatch, embeddings: Mappi
     neither sharded nor compiled. Results are those of the model itself, for the same kernels run. The graphs keep the
     activations of their parts in memory of their own, also between steps. They read parameters where they lie:
     optimizers and ``load_state_dict`` write there, but a model must not be moved or converted afterwards.
-    ``copy.deepcopy`` gives a model without graphs.
+    ``copy.deepcopy`` gives a model without graphs. The random state stays as it was. No other thread may allocate
+    page-locked memory meanwhile.
 
     Args:
         model: On CUDA, in training mode.
@@ -74,12 +75,15 @@ def capture_segments(model: RankingModel, batch: RankingBatch, embeddings: Mappi
         return tuple(x.detach().requires_grad_(x.requires_grad) for x in outputs)
 
     model._captured = Captured()
-    segments.run(model, batch, embeddings, record)
-    modules = tuple(_Segment(functions[name], used[name]) for name in functions)
-    # Parameters keep the stream of the graph that they were last part of while that graph lives, and capture runs on
-    # another stream.
-    gc.collect()
-    calls = torch.cuda.make_graphed_callables(modules, tuple(inputs[name] for name in functions))
+    device = next(model.parameters()).device
+    # Dropout draws afterwards what it would have drawn without graphs.
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        segments.run(model, batch, embeddings, record)
+        modules = tuple(_Segment(functions[name], used[name]) for name in functions)
+        # Parameters keep the stream of the graph that they were last part of while that graph lives, and capture runs
+        # on another stream.
+        gc.collect()
+        calls = torch.cuda.make_graphed_callables(modules, tuple(inputs[name] for name in functions))
     parameters = [p for p in model.parameters() if any(p is q for found in used.values() for q in found)]
     model._captured = Captured(dict(zip(functions, calls, strict=True)), parameters, batch.num_samples)
     return model
