@@ -15,6 +15,7 @@ MAX_SECONDS = 1e9
 """Of a limit that threads wait for, far below where their timers overflow."""
 
 LearningRateDecay = Literal["cosine", "linear", "constant"]
+CaptureMode = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +50,9 @@ class TrainerConfig:
     step_timeout_s: float = 300.0
     """Seconds that a step of several processes may take, reading and compiling included; a longer one ends the run and
     names the ranks that the others wait for. Evaluations and checkpoints do not count; 0 sets no limit."""
+    capture: CaptureMode = "auto"
+    """CUDA graphs for the parts of the model that run over samples, which spare the host most of a step's launches and
+    change no result: auto uses them where they can be and says why where they cannot, on refuses a run without."""
     log_interval: int = 20
     """Steps between log records; the metrics of a record cover the steps since the last one."""
     eval_interval: int = 0

@@ -6,9 +6,10 @@ that do not exist (an AUC with one class) are null, never NaN.
 phase "config": one line per process start.
     run: name of the run. recipe, precision, dataset: names. world_size: ranks. parameters: {"dense": int,
     "sparse": int}. parallel: axis name to degree. dense_wire: which dense parameters travel in what,
-    empty if all do in the dtype of compute. device: name of the device. device_peak_flops: FLOP/s of one
-    device in bf16 without sparsity, or null. mfu_reason: why there is no MFU, when there is none.
-    num_devices: int. seed: int. reference: list of {"predictor", "ne", "auc"}, the task's published or measured
+    empty if all do in the dtype of compute. cuda_graphs: "on" or "off", and in which steps or why.
+    device: name of the device. device_peak_flops: FLOP/s of one device in bf16 without sparsity, or null.
+    mfu_reason: why there is no MFU, when there is none. num_devices: int. seed: int.
+    reference: list of {"predictor", "ne", "auc"}, the task's published or measured
     bars, and reference_task: the task they are for. reference_standard_error: of an NE on their test split, or null.
     reference_note: why there are no bars, where the data is not theirs. layers: list of {"fqn", "kind", "precision",
     "backend", "reason"}, the precision report. settings: dotted name to value. changed: settings that are not the

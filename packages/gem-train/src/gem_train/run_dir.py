@@ -22,6 +22,7 @@ CHANGEABLE = frozenset(
         "trainer.max_steps",
         "trainer.max_seconds",
         "trainer.step_timeout_s",
+        "trainer.capture",
         "trainer.log_interval",
         "trainer.eval_interval",
         "trainer.checkpoint_interval",

@@ -1,6 +1,6 @@
 """One training step: lookup, forward, backward, guard, clip, update."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +14,12 @@ from gem_train.protocols import EmbeddingModule
 from gem_train.schedule import LearningRateSchedule
 from gem_train.timing import PhaseTimer
 
-__all__ = ["ClipGradients", "StepResult", "TrainStep"]
+__all__ = ["ClipGradients", "Prepare", "StepResult", "TrainStep"]
 
 ClipGradients = Callable[[Iterable[nn.Parameter], float], Tensor]
 """(parameters, max_norm) -> global gradient norm before clipping; max_norm may be infinite."""
+Prepare = Callable[[Any, Mapping[str, Tensor]], None]
+"""(batch, embeddings): what is to be done with the model before it runs on them."""
 
 
 class StepResult(NamedTuple):
@@ -51,6 +53,7 @@ class TrainStep:
         clip: ClipGradients,
         device: torch.device,
         timer: PhaseTimer,
+        prepare: Prepare = lambda batch, embeddings: None,
     ) -> None:
         """Binds the parts of a run.
 
@@ -64,6 +67,7 @@ class TrainStep:
             clip: Global norm and clipping over the mesh of the model.
             device: Where the model is.
             timer: Takes the times of the phases.
+            prepare: Called before each forward pass, such as a `gem_train.recipes.SegmentCapture`.
         """
         self._config = config
         self._model = model
@@ -74,6 +78,7 @@ class TrainStep:
         self._clip = clip
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._timer = timer
+        self._prepare = prepare
         self.guard = GradientGuard(model, optimizer, device)
 
     def learning_rate(self, step: int) -> float:
@@ -108,6 +113,7 @@ class TrainStep:
         self._embeddings.set_learning_rate(self._sparse_learning_rate * multiplier)
         with self._timer("embedding"):
             embeddings = self._embeddings.lookup(staged.pending)
+        self._prepare(staged.batch, embeddings)
         self.guard.watch(embeddings)
         with self._timer("forward"):
             outputs: dict[str, Tensor] = self._model(staged.batch, embeddings)

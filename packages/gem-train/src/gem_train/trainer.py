@@ -24,7 +24,7 @@ from gem_train.progress import Progress, SilentProgress
 from gem_train.protocols import BatchSource, EmbeddingModule, StepWatch
 from gem_train.run_log import RunLog
 from gem_train.schedule import LearningRateSchedule
-from gem_train.step import ClipGradients, TrainStep
+from gem_train.step import ClipGradients, Prepare, TrainStep
 from gem_train.timing import PhaseTimer
 from gem_train.window import Window, WindowRecord
 from gem_train.world import World
@@ -76,6 +76,7 @@ class Trainer:
         device_name: str = "cpu",
         balancer: SampleBalancer | None = None,
         watch: Callable[[], AbstractContextManager[StepWatch]] | None = None,
+        prepare: Prepare = lambda batch, embeddings: None,
     ) -> None:
         """Binds the parts of a run; nothing is read or written yet.
 
@@ -97,6 +98,8 @@ class Trainer:
             device_name: Name of the device, for the MFU.
             balancer: Spreads the samples of each step over the ranks, and says how even they are; None reports nothing.
             watch: Begins what ends the run when a step does not end, on all ranks; None lets a step take any time.
+            prepare: Called with batch and embeddings before each forward pass of training, such as a
+                `gem_train.recipes.SegmentCapture`, which puts parts of the model into CUDA graphs.
 
         Raises:
             ValueError: if an argument and the configuration do not fit together.
@@ -151,6 +154,7 @@ class Trainer:
             clip=clip,
             device=self._world.device,
             timer=self._timer,
+            prepare=prepare,
         )
 
     def run(self, log: RunLog | None = None) -> TrainResult:

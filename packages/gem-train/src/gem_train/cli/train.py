@@ -22,7 +22,7 @@ from gem_train.data import EventLog, Scoreboard
 from gem_train.doctor import commit, versions
 from gem_train.errors import ConfigError
 from gem_train.interrupt import INTERRUPTED
-from gem_train.launch import is_worker, join, leave
+from gem_train.launch import is_worker, join, leave, select_device
 from gem_train.mfu import device_peak
 from gem_train.overrides import field_values, parse_assignments
 from gem_train.progress import SilentProgress, make_progress
@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
         assignments, note = _merged(given, old, num_processes(args))
         config = recipes.RunConfig.resolve(recipe, recipe.schema, assignments, flags=flags)
         _check_layout(config.parallel, num_processes(args), config.model.num_experts, old)
+        recipes.check_capture(config, select_device(args.device), num_processes(args))
         if old is not None:
             _check_steps(directory, config.trainer.max_steps)
         _data(args, recipe, old)
@@ -127,6 +128,7 @@ def _train(
                 device_name=_device_name(world.device),
                 balancer=parts.balancer,
                 watch=parts.watch,
+                prepare=parts.capture or (lambda batch, embeddings: None),
             )
         )
         if first is not None:
@@ -143,6 +145,7 @@ def _train(
             progress.say(f"{world.size} processes: {describe_layout(parts.dims)}")
         if parts.dense_wire:
             progress.say(f"dense parameters on the wire: {parts.dense_wire}")
+        progress.say(f"CUDA graphs: {parts.capture_note}")
         if parts.layers:
             progress.say(f"precision {record.precision}: {_layer_counts(parts)}")
         with _open_log(directory, world, (first or 0) if args.resume else None) as run_log:
@@ -302,6 +305,7 @@ def _config_record(
         "parameters": parts.num_parameters,
         "parallel": {axis: getattr(parts.dims, axis) for axis in LAYOUT},
         "dense_wire": parts.dense_wire,
+        "cuda_graphs": parts.capture_note,
         "device": name,
         "device_peak_flops": None if peak is None else peak.flops_per_second,
         "mfu_reason": None if peak else f"the bf16 peak of {name!r} is not in the table of gem_train.mfu",

@@ -58,14 +58,22 @@ class Batch:
         return self._map(lambda x: x.pin_memory())
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        made: dict[int, Tensor] = {}
+
+        def once(x: Tensor) -> Tensor:
+            # Features with one id per event have the same offsets: one copy serves them.
+            if id(x) not in made:
+                made[id(x)] = function(x)
+            return made[id(x)]
+
         return Batch(
             num_samples=self.num_samples,
-            ids={name: (function(values), function(offsets)) for name, (values, offsets) in self.ids.items()},
-            dense=function(self.dense),
+            ids={name: (once(values), once(offsets)) for name, (values, offsets) in self.ids.items()},
+            dense=once(self.dense),
             sequences={
-                name: Sequence(function(s.offsets), s.max_seqlen, function(s.dense), function(s.age))
+                name: Sequence(once(s.offsets), s.max_seqlen, once(s.dense), once(s.age))
                 for name, s in self.sequences.items()
             },
-            labels={name: function(x) for name, x in self.labels.items()},
-            sample_index=function(self.sample_index),
+            labels={name: once(x) for name, x in self.labels.items()},
+            sample_index=once(self.sample_index),
         )

@@ -13,7 +13,7 @@ from gem_train.data.balance import deal_by_length
 from gem_train.data.batch import Batch
 from gem_train.data.collate import collate, history_lengths
 from gem_train.data.log import EventLog, Split
-from gem_train.data.prefetch import prefetch
+from gem_train.data.prefetch import PINNING, prefetch
 
 STATE_VERSION = 1
 
@@ -45,6 +45,7 @@ class EventSource:
         epochs: int = 1,
         balance_lengths: bool = False,
         prefetch_batches: int = 0,
+        pin_memory: bool = False,
     ) -> None:
         """Creates the source.
 
@@ -61,6 +62,7 @@ class EventSource:
             balance_lengths: Deal a global batch to the ranks so that their histories are about equally long.
                 Which samples form a global batch does not change.
             prefetch_batches: Batches that a background thread prepares ahead; 0 for none.
+            pin_memory: Give batches in page-locked memory, which the thread copies them to; needs a GPU.
 
         Raises:
             ValueError: if a number is out of range.
@@ -82,6 +84,7 @@ class EventSource:
         self.epochs = epochs
         self.balance_lengths = balance_lengths
         self._prefetch_batches = prefetch_batches
+        self._pin_memory = pin_memory
         self._epoch = 0
         self._next_sample = 0
         self._complete = False
@@ -191,7 +194,11 @@ class EventSource:
                 next_sample += len(positions)
                 # The end of an epoch is the beginning of the next: one spelling of one position.
                 after = (epoch, next_sample) if next_sample < self.num_samples else (epoch + 1, 0)
-                yield *after, collate(self._log, self._local(positions), self.max_history)
+                batch = collate(self._log, self._local(positions), self.max_history)
+                if self._pin_memory:
+                    with PINNING:
+                        batch = batch.pin_memory()
+                yield *after, batch
             epoch, next_sample = epoch + 1, 0
 
     def _order(self, epoch: int) -> npt.NDArray[np.int64]:

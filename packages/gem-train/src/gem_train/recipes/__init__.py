@@ -1,6 +1,7 @@
 """Whole runs by name; a recipe is data, and every field of it can be changed on the command line."""
 
 from gem_train.recipes.build import Parts, build
+from gem_train.recipes.capture import SegmentCapture, check_capture
 from gem_train.recipes.describe import describe_dense, describe_run
 from gem_train.recipes.parallel import ParallelConfig
 from gem_train.recipes.plan_recipe import PlanRecipe
@@ -14,7 +15,9 @@ __all__ = [
     "PlanRecipe",
     "Recipe",
     "RunConfig",
+    "SegmentCapture",
     "build",
+    "check_capture",
     "describe_dense",
     "describe_run",
     "get",

@@ -19,6 +19,7 @@ from gem_train.balance import SampleBalancer
 from gem_train.data import EventLog, EventSource
 from gem_train.data.log import Split
 from gem_train.launch import end_process, join_alone
+from gem_train.recipes.capture import SegmentCapture, check_capture, make_capture
 from gem_train.recipes.parallel import describe_wire, spread
 from gem_train.recipes.recipe import RunConfig
 from gem_train.step import ClipGradients
@@ -52,6 +53,10 @@ class Parts(NamedTuple):
     """Of the whole "dense" model and of all "sparse" tables, whatever a rank holds."""
     dense_wire: str
     """Which dense parameters travel in what, in one phrase; empty if all do in the dtype of compute."""
+    capture: SegmentCapture | None
+    """What puts parts of the model into CUDA graphs; None where no part can be or shall be."""
+    capture_note: str
+    """Whether steps use CUDA graphs, or why not, in one phrase."""
 
 
 def build(config: RunConfig, log: EventLog, world: World, *, precision: str = "fp32") -> Parts:
@@ -67,8 +72,9 @@ def build(config: RunConfig, log: EventLog, world: World, *, precision: str = "f
         The parts, the same for the same seed on any number of ranks.
 
     Raises:
-        ConfigError: if the layout does not fit the ranks.
+        ConfigError: if the layout does not fit the ranks, or `trainer.capture` is on and no CUDA graph can be.
     """
+    check_capture(config, world.device, world.size)
     dims = config.parallel.dims(world.size, num_experts=config.model.num_experts)
     wire = config.parallel.param_wire(precision)
     if wire is not None and world.size == 1:
@@ -87,6 +93,10 @@ def build(config: RunConfig, log: EventLog, world: World, *, precision: str = "f
         model = spread(model, config.parallel, mesh, wire=wire)
     rng.seed_all(config.trainer.seed + world.rank)  # dropout differs between ranks, weights do not
 
+    train_source = build_source(config, log, world, "train")
+    full_step = min(config.data.global_batch_size, train_source.num_samples)
+    capture, capture_note = make_capture(config, model, world.device, world.size, full_step)
+
     def clip(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         return clip_grad_norm_(parameters, max_norm, mesh)
 
@@ -96,7 +106,7 @@ def build(config: RunConfig, log: EventLog, world: World, *, precision: str = "f
     return Parts(
         model,
         embeddings,
-        build_source(config, log, world, "train"),
+        train_source,
         layers,
         {"validation": source("validation"), "test": source("test")},
         clip,
@@ -105,6 +115,8 @@ def build(config: RunConfig, log: EventLog, world: World, *, precision: str = "f
         build_watch(config, world, mesh, embeddings) if mesh is not None and world.size > 1 else None,
         num_parameters,
         dense_wire,
+        capture,
+        capture_note,
     )
 
 
@@ -246,4 +258,6 @@ def build_source(config: RunConfig, log: EventLog, world: World, split: Split) -
         epochs=config.data.epochs if training else 1,
         balance_lengths=config.data.balance == "reader",
         prefetch_batches=config.data.prefetch_batches,
+        # What is exchanged arrives in other memory.
+        pin_memory=world.device.type == "cuda" and (world.size == 1 or config.data.balance != "exchange"),
     )

@@ -285,6 +285,8 @@ def layout(run: Run) -> Raw:
         rows += [[f"axis {axis}", f"{degree:,}"] for axis, degree in parallel.items()]
         if run.config.get("dense_wire"):
             rows.append(["dense parameters on the wire", run.config["dense_wire"]])
+        if run.config.get("cuda_graphs"):
+            rows.append(["CUDA graphs", run.config["cuda_graphs"]])
         out += ["<h2>Model and layout</h2>", table(["", ""], rows, numeric=(1,))]
     layers = run.config.get("layers") or ()
     if layers:
