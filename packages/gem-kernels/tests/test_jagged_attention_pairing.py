@@ -175,7 +175,8 @@ def test_interpreted_kernels_match_oracle(case, mask, interpreter, poisoned_empt
 @pytest.mark.parametrize("case", [*CASES[:3], *CASES[6:9], BOTH], ids=lambda c: c.id)
 def test_interpreted_kernels_match_oracle_with_a_bias(case, interpreter, poisoned_empty):
     check(by_launch, case, bias=True, num_heads=1)
-    check(by_launch, case, MASK_CASES[2], bias=True, num_heads=1)
+    mask = MaskCase(id="causal-window", causal=True, window_size=(9, -1))
+    check(by_launch, case, mask, bias=True, num_heads=2, num_heads_kv=1)
 
 
 @pytest.mark.parametrize("case", [SEEDS, REQUESTS, BOTH], ids=lambda c: c.id)

@@ -15,6 +15,7 @@ from gem_kernels.testing import (
     MASK_CASES,
     LengthCase,
     MaskCase,
+    assert_matches_oracle,
     attention_inputs,
     make_offsets,
     random_lengths,
@@ -82,7 +83,7 @@ def test_interpreted_kernels_write_dq_beside_dk_and_dv(op, interpreter, poisoned
     op.check(op.by_launch, attention_inputs((70, 3, 0, 33), (20, 0, 5, 32), num_heads=2, num_heads_kv=1))
 
 
-def check_no_leak(op, compute, device):
+def check_no_leak(op, compute, mask, device):
     """NaN in every row of sample 1 must leave all other rows bit-identical."""
     case = LengthCase(id="leak", lengths_q=(5, 33, 9, 16), lengths_k=(7, 20, 40, 3))
     x = inputs(case, num_heads=1, device=device)
@@ -90,21 +91,21 @@ def check_no_leak(op, compute, device):
     rows_q, rows_k = (slice(*offsets[1:3].tolist()) for offsets in (x.offsets_q, x.offsets_k))
     for t, rows in ((changed.q, rows_q), (changed.k, rows_k), (changed.v, rows_k), (changed.do, rows_q)):
         t[rows] = float("nan")
-    before = compute(x, FULL)
-    after = compute(changed, FULL)
-    for name, a, b in zip(op.names, before, after, strict=True):
+    for name, a, b in zip(op.names, compute(x, mask), compute(changed, mask), strict=True):
         keep = torch.ones(a.shape[0], dtype=torch.bool, device=device)
         keep[rows_k if name in ("dk", "dv") else rows_q] = False
         assert torch.equal(a[keep], b[keep])
         assert b[~keep].isnan().any()
 
 
-def test_no_sample_reaches_another_on_cpu(op):
-    check_no_leak(op, op.by_op, "cpu")
+@pytest.mark.parametrize("mask", MASK_CASES, ids=lambda m: m.id)
+def test_no_sample_reaches_another_on_cpu(op, mask):
+    check_no_leak(op, op.by_op, mask, "cpu")
 
 
-def test_no_sample_reaches_another_interpreted(op, interpreter):
-    check_no_leak(op, op.by_launch, "cpu")
+@pytest.mark.parametrize("mask", MASK_CASES[:4], ids=lambda m: m.id)
+def test_no_sample_reaches_another_interpreted(op, mask, interpreter):
+    check_no_leak(op, op.by_launch, mask, "cpu")
 
 
 def test_same_bits_on_every_run(op):
@@ -231,8 +232,9 @@ def test_select_is_pure_and_fits_every_gpu(op):
 
 
 @pytest.mark.gpu
-def test_no_sample_reaches_another_on_gpu(op):
-    check_no_leak(op, op.by_op, "cuda")
+@pytest.mark.parametrize("mask", MASK_CASES[:4], ids=lambda m: m.id)
+def test_no_sample_reaches_another_on_gpu(op, mask):
+    check_no_leak(op, op.by_op, mask, "cuda")
 
 
 @pytest.mark.gpu
@@ -288,6 +290,39 @@ def test_gpu_beyond_2_31_elements(op):
     big = small._replace(q=views[0], k=views[1], v=views[2], do=views[3])
     for a, b in zip(op.by_launch(big, FULL), op.by_launch(small, FULL), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.memory
+@pytest.mark.parametrize("mask", [FULL, MASK_CASES[1]], ids=lambda m: m.id)
+def test_gpu_packed_rows_beyond_2_31_elements(op, mask):
+    """The last two of many sequences, whose rows of every input, output and gradient lie beyond 32 bits."""
+    rows, width, tail = 2**22 + 1000, 4 * 128, (512, 300)
+    gc.collect()
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < 14 * rows * width * 2:
+        pytest.skip("needs 60 GB of free GPU memory")
+    assert rows * width > 2**31
+    small = attention_inputs(tail, num_heads=4, head_dim=128, dtype=torch.bfloat16)
+    first = rows - sum(tail)
+    offsets = torch.cat([torch.arange(0, first, 512), first + torch.tensor([0, *tail]).cumsum(0)]).cuda()
+    big = small._replace(offsets_q=offsets, offsets_k=offsets)
+    for name in ("q", "k", "v", "do"):
+        x = torch.zeros(rows, 4, 128, dtype=torch.bfloat16, device="cuda")
+        x[first:] = getattr(small, name)
+        big = big._replace(**{name: x})
+
+    def run(x):
+        q, k, v = (t.requires_grad_() for t in (x.q, x.k, x.v))
+        out = op.function(q, k, v, **op.keywords(x, mask))
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), x.do)
+
+    results = [t[first:].clone() for t in run(big)]
+    del big, x
+    torch.cuda.empty_cache()
+    for name, a, o, e in zip(("out", "dq", "dk", "dv"), results, run(small.to(torch.float64)), run(small), strict=True):
+        floor = op.floor(name, small, o, a.dtype)
+        assert_matches_oracle(name, a, o, e, factor=2.0 if name == "out" else 3.0, floor=floor)
 
 
 @pytest.mark.gpu

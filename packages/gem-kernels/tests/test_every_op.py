@@ -1,0 +1,174 @@
+"""Every op alike: all combinations of its flags, one long sequence, deterministic mode, many sequences, its schema."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gem_kernels import gdpa_norm_block, reference
+from gem_kernels._src.conformance.cases import FIELDS, ConformanceCase, default_cases
+from gem_kernels._src.conformance.run import make_problem, measure, run_op
+from gem_kernels._src.gdpa.names import ACTIVATION_NAMES
+from gem_kernels.testing import assert_matches_oracle, attention_inputs, random_lengths, summation_floor
+
+CPU = torch.device("cpu")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+WEIGHTS = ("norm_weight", "norm_bias", "rms_weight")
+
+
+def combinations(op, *choices, **fixed):
+    """Cases of an op with one of each list of choices."""
+    cases = []
+    for chosen in itertools.product(*choices):
+        fields = {name: value for each in chosen for name, value in each.items()}
+        cases.append(ConformanceCase(op=op, **{name: x for name, x in (fixed | fields).items() if name in FIELDS[op]}))
+    return list(dict.fromkeys(cases))
+
+
+def each(name, *values):
+    return [{name: value} for value in values]
+
+
+PAIRS = {"lengths_q": (3, 0, 9, 2), "lengths_k": (4, 5, 0, 7)}
+SHARED = [
+    PAIRS,
+    {"num_seeds": 3, "lengths_k": (4, 5, 0, 7)},
+    {"lengths_q": (3, 0, 5, 2), "lengths_k": (4, 7), "request_index": (0, 0, 1, 1)},
+    {"num_seeds": 3, "lengths_k": (4, 7), "request_index": (0, 0, 1)},
+]
+TARGETS = {"lengths_q": (0, 1, 9, 4), "num_targets": (0, 1, 4, 0)}
+MASKS = [{}, {"causal": True}, {"window_size": (3, 2)}, {"causal": True, "window_size": (3, -1)}]
+HEADS = each("num_heads_kv", None, 2, 1)
+SMALL = {"dtype": "float32", "head_dim": 8}
+COMBINATIONS = {
+    "jagged_attention": combinations(
+        "jagged_attention", SHARED, MASKS, HEADS, each("bias", False, True), each("head_dim_v", None, 12), **SMALL
+    ),
+    "gdpa": combinations("gdpa", [*SHARED, TARGETS], MASKS, HEADS, each("activation", *ACTIVATION_NAMES), **SMALL),
+    "block_attention": combinations(
+        "block_attention", [{"lengths_q": (0, 1, 33, 65)}], HEADS, each("block_size", 32, 64, 128),
+        [{"rotary": True}, *each("head_dim_v", None, 12)], **SMALL,
+    ),
+}  # fmt: skip
+
+
+def wrong(cases, device=CPU):
+    """(case, tensor, error, bound) of what is not as near to float64 as it may be."""
+    return [(case, *row) for case in cases for row in measure(case, device) if not row.passed]
+
+
+@pytest.mark.parametrize("op", COMBINATIONS)
+def test_every_combination_of_flags(op):
+    assert not wrong(COMBINATIONS[op])
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("weights", [w for n in range(4) for w in itertools.combinations(WEIGHTS, n)], ids=str)
+def test_every_combination_of_flags_of_the_norm_block(weights, recompute):
+    x = attention_inputs(*PAIRS.values(), num_heads=4, num_heads_kv=2, head_dim=8, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    tables = {name: torch.randn(32, generator=generator, dtype=torch.float64) for name in weights}
+    leaves = [t.requires_grad_() for t in (x.q, x.k, x.v, *tables.values())]
+    offsets = {"offsets_q": x.offsets_q, "offsets_k": x.offsets_k}
+    for query_residual, residual in itertools.product([True, False], repeat=2):
+        options = offsets | tables | {"query_residual": query_residual, "residual": residual, "activation": "silu"}
+        bounds = {"max_seqlen_q": x.max_seqlen_q, "max_seqlen_k": x.max_seqlen_k, "recompute": recompute}
+        out = gdpa_norm_block(x.q, x.k, x.v, **options, **bounds)
+        gradients = reference.gdpa_norm_block_backward(x.do, x.q, x.k, x.v, **options)
+        expected = [reference.gdpa_norm_block(x.q, x.k, x.v, **options), *(g for g in gradients if g is not None)]
+        for a, b in zip([out, *torch.autograd.grad(out, leaves, x.do)], expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", range(6))
+@pytest.mark.parametrize("op", COMBINATIONS)
+def test_cuda_combinations_of_flags(op, part):
+    # Drawn, as each costs some kernels to compile.
+    cases = random.Random(part).sample(COMBINATIONS[op], 3)
+    assert not wrong(cases, torch.device("cuda"))
+
+
+LONG = [
+    {"lengths_q": (2, 0, 8192, 5), "lengths_k": (3, 1, 33, 0)},
+    {"lengths_q": (2, 0, 33), "lengths_k": (3, 1, 8192)},
+]
+
+
+@pytest.mark.parametrize("op", COMBINATIONS | {"gdpa_norm_block": None})
+def test_one_sequence_of_8192(op):
+    assert not wrong(combinations(op, LONG, dtype="float32", num_heads=1, head_dim=16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", COMBINATIONS | {"gdpa_norm_block": None})
+def test_cuda_one_sequence_of_8192(op):
+    both = [{"lengths_q": (2, 0, 8192, 5, 0)}, LONG[1], {"num_seeds": 4, "lengths_k": (3, 0, 8192)}]
+    cases = combinations(op, both[: 3 if "num_seeds" in FIELDS[op] else 2], num_heads=2, head_dim=64)
+    assert not wrong(cases, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_deterministic_mode_changes_no_bit_and_leaves_nothing_unwritten(device):
+    """Two runs, of which the mode fills new memory with NaN, and one without it."""
+    for case in default_cases(torch.device(device)):
+        problem = make_problem(case, torch.device(device))
+        runs = [run_op(case, problem)]
+        torch.use_deterministic_algorithms(True)
+        try:
+            runs += [run_op(case, problem) for _ in range(2)]
+        finally:
+            torch.use_deterministic_algorithms(False)
+        for name, x in runs[0].items():
+            assert torch.equal(x, runs[1][name]), (case, name)
+            assert torch.equal(x, runs[2][name]), (case, name)
+
+
+MANY = tuple((random_lengths(80_000, 8, seed=0) - 1).tolist())
+FEW = tuple((random_lengths(8_000, 8, seed=1) - 1).tolist())
+INDEX = tuple(i // 10 for i in range(80_000))
+MANY_CASES = [
+    ConformanceCase(op="jagged_attention", bias=True, causal=True, lengths_q=MANY),
+    ConformanceCase(op="jagged_attention", num_seeds=3, lengths_k=MANY),
+    ConformanceCase(op="jagged_attention", lengths_q=MANY, lengths_k=FEW, request_index=INDEX),
+    ConformanceCase(op="gdpa", causal=True, lengths_q=MANY, num_targets=tuple(n // 2 for n in MANY)),
+    ConformanceCase(op="gdpa", num_seeds=3, lengths_k=FEW, request_index=INDEX),
+    ConformanceCase(op="gdpa_norm_block", affine=True, lengths_q=MANY),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", MANY_CASES, ids=lambda case: case.label)
+def test_cuda_80000_sequences(case):
+    problem = make_problem(case, torch.device("cuda"))
+    options = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in problem.options.items()}
+
+    def on_cpu(dtype):
+        tensors = {name: x.cpu().to(dtype) for name, x in problem.tensors.items()}
+        return run_op(case, problem._replace(tensors=tensors, dout=problem.dout.cpu().to(dtype), options=options))
+
+    exact, eager = on_cpu(torch.float64), on_cpu(torch.bfloat16)
+    for name, x in run_op(case, problem).items():
+        # Sums over the batch: n roundings of one sign grow like a random walk.
+        floor = summation_floor(exact[name], x.dtype, units=2 * len(MANY) ** 0.5)
+        assert_matches_oracle(name, x, exact[name], eager[name], factor=2.0 if name == "out" else 3.0, floor=floor)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", default_cases(CPU)[:19], ids=lambda case: f"{case.op}, {case.label}")
+def test_schema_and_fake_of_all_that_a_call_runs(case, device):
+    calls = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.namespace == "gem_kernels":
+                calls.append((function, args))
+            return function(*args, **kwargs or {})
+
+    with Watch():
+        run_op(case, make_problem(case, torch.device(device)))
+    assert len(calls) >= 2
+    for function, args in calls:
+        torch.library.opcheck(function, args, test_utils=("test_schema", "test_faketensor"))
