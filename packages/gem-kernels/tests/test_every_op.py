@@ -134,6 +134,7 @@ MANY_CASES = [
     ConformanceCase(op="jagged_attention", num_seeds=3, lengths_k=MANY),
     ConformanceCase(op="jagged_attention", lengths_q=MANY, lengths_k=FEW, request_index=INDEX),
     ConformanceCase(op="gdpa", causal=True, lengths_q=MANY, num_targets=tuple(n // 2 for n in MANY)),
+    ConformanceCase(op="gdpa", causal=True, lengths_q=MANY, lengths_k=FEW, request_index=INDEX),
     ConformanceCase(op="gdpa", num_seeds=3, lengths_k=FEW, request_index=INDEX),
     ConformanceCase(op="gdpa_norm_block", affine=True, lengths_q=MANY),
 ]

@@ -340,13 +340,6 @@ def test_no_sample_reaches_another_interpreted(case, interpreter):
     check_no_leak(by_launch, case, "cpu")
 
 
-@pytest.mark.parametrize("case", MAIN, ids=ids)
-def test_same_bits_on_every_run(case):
-    x = make_inputs(case)
-    for mask in (FULL, WINDOW):
-        assert all(torch.equal(a, b) for a, b in zip(by_op(x, mask, "silu"), by_op(x, mask, "silu"), strict=True))
-
-
 SMALL = [
     Case(id="targets", lengths_k=(0, 1, 5), num_targets=(0, 1, 2)),
     Case(id="seeds", lengths_k=(0, 1, 4), num_seeds=2),
@@ -536,27 +529,6 @@ def test_gpu_does_not_wait_for_the_device(case):
             by_op(x, mask, "silu")
         finally:
             torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.gpu
-def test_gpu_many_requests_and_many_sequences_of_seeds():
-    many, users = 40_000, 4_000
-    requests = torch.randint(0, users, (many,), generator=torch.Generator().manual_seed(0)).sort().values.tolist()
-    lengths_k = tuple(random_lengths(users, 40, seed=1).tolist())
-    lengths_q = tuple((random_lengths(many, 4, seed=2) - 1).tolist())
-    for case in (
-        Case(id="r", lengths_q=lengths_q, lengths_k=lengths_k, request_index=tuple(requests)),
-        Case(id="s", lengths_k=lengths_k, num_seeds=4),
-    ):
-        x = make_inputs(case, head_dim=16, device="cuda")
-        for mask in (FULL, CAUSAL):
-            results = by_op(x, mask, "gelu")
-            pairing = {name: t if t is None else t.cpu() for name, t in x.pairing.items()}
-            on_cpu = Inputs(*(t.cpu() for t in x[:4]), pairing, *x[5:])
-            oracle, eager = by_op(on_cpu.cast(torch.float64), mask, "gelu"), by_op(on_cpu, mask, "gelu")
-            for name, a, o, e in zip(("out", "dq", "dk", "dv"), results, oracle, eager, strict=True):
-                # Sums over up to 4,000 sequences: n roundings of one sign grow like a random walk.
-                assert_matches_oracle(name, a, o, e, floor=summation_floor(o, a.dtype, units=2 * users**0.5))
 
 
 @pytest.mark.gpu

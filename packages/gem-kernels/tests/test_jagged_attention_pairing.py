@@ -294,22 +294,19 @@ def test_flop_formula_counts_every_pair(case):
     assert counter.get_total_flops() == 7 * 2 * pairs * 2 * 16
 
 
-def check_same_bits(device):
+@pytest.mark.gpu
+def test_gpu_same_bits_on_every_run():
     lengths = tuple(random_lengths(30, 90, seed=3).tolist())
     index = tuple(sorted(i % 30 for i in range(50)))
     for case in (
         Case(id="s", seeds=8, lengths_k=lengths),
         Case(id="r", lengths_q=(3,) * 50, lengths_k=lengths, request_index=index),
     ):
-        x, requests = case.inputs(device=device)
+        x, requests = case.inputs(device="cuda")
         options = keywords(x, requests, MASK_CASES[1], make_bias(x, x.do.shape[0]))
-        dlse = torch.ones(x.do.shape[:2], device=device)
+        dlse = torch.ones(x.do.shape[:2], device="cuda")
         for a, b in zip(by_op(x, dlse, options), by_op(x, dlse, options), strict=True):
             assert torch.equal(a, b)
-
-
-def test_same_bits_on_every_run():
-    check_same_bits("cpu")
 
 
 def check_no_leak(compute, device):
@@ -391,11 +388,6 @@ def test_gpu_head_dims(dim, bias, poisoned_empty):
     ):
         for mask in (FULL, MaskCase(id="w", window_size=(100, 30))):
             check(by_op, case, mask, bias=bias, head_dim=dim, dtype=torch.bfloat16, device="cuda")
-
-
-@pytest.mark.gpu
-def test_gpu_same_bits_on_every_run():
-    check_same_bits("cuda")
 
 
 @pytest.mark.gpu
