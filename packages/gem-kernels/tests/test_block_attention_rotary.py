@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from gem_kernels import block_attention
 from gem_kernels._src.block_attention.op import block_attention_backward_op, block_attention_op
@@ -231,30 +230,6 @@ def test_opcheck(lengths):
     torch.library.opcheck(block_attention_op, (q, k, v, x.offsets_q, 65, 64, 0.25, False, table))
     tensors = [t.detach() for t in (x.do, q, k, v)]
     torch.library.opcheck(block_attention_backward_op, (*tensors, x.offsets_q, 64, 0.25, table))
-
-
-def test_compiles_as_one_graph_and_checkpoints():
-    torch._dynamo.reset()
-    case = CASES[0]
-    inputs = case.inputs(torch.float32)
-    compiled = torch.compile(block_attention, fullgraph=True, backend="aot_eager")
-
-    def recomputed(q, k, v, **options):
-        return checkpoint(lambda q, k, v: block_attention(q, k, v, **options), q, k, v, use_reentrant=False)
-
-    expected = run_op(case, inputs)
-    for function in (compiled, recomputed):
-        for actual, wanted in zip(run_op(case, inputs, function), expected, strict=True):
-            assert torch.equal(actual, wanted)
-
-
-def test_autocast_leaves_the_table_in_float32():
-    case = CASES[0]
-    x, table = case.inputs(torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = block_attention(x.q, x.k, x.v, offsets=x.offsets_q, max_seqlen=65, rotary=table)
-    half = x.to(torch.bfloat16)
-    assert torch.equal(out, block_attention(half.q, half.k, half.v, offsets=x.offsets_q, max_seqlen=65, rotary=table))
 
 
 X = torch.zeros(6, 2, 16)

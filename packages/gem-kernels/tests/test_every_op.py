@@ -1,12 +1,15 @@
 """Every op alike: all combinations of its flags, one long sequence, deterministic mode, many sequences, its schema."""
 
+import dataclasses
 import itertools
 import random
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
+import gem_kernels
 from gem_kernels import gdpa_norm_block, reference
 from gem_kernels._src.conformance.cases import FIELDS, ConformanceCase, default_cases
 from gem_kernels._src.conformance.run import make_problem, measure, run_op
@@ -157,8 +160,38 @@ def test_cuda_80000_sequences(case):
         assert_matches_oracle(name, x, exact[name], eager[name], factor=2.0 if name == "out" else 3.0, floor=floor)
 
 
+every_case = pytest.mark.parametrize("case", default_cases(CPU)[:19], ids=lambda case: f"{case.op}, {case.label}")
+"""All options in one dtype."""
+
+
+@every_case
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", default_cases(CPU)[:19], ids=lambda case: f"{case.op}, {case.label}")
+def test_autocast_is_a_call_of_cast_tensors(case, device):
+    wide = make_problem(dataclasses.replace(case, dtype="float32"), torch.device(device))
+    tables = ("position_bias", "time_bias")
+    tensors = {name: x if name in tables else x.bfloat16() for name, x in wide.tensors.items()}
+    wide = wide._replace(dout=wide.dout.bfloat16())
+    with torch.autocast(device, dtype=torch.bfloat16):
+        results = run_op(case, wide)
+    for name, x in run_op(case, wide._replace(tensors=tensors)).items():
+        assert results[name].dtype == (torch.bfloat16 if name == "out" else torch.float32)
+        assert torch.equal(results[name], x.to(results[name].dtype)), name
+
+
+@every_case
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled_and_checkpointed_calls_are_the_plain_one(case, device, monkeypatch):
+    torch._dynamo.reset()
+    problem, function = make_problem(case, torch.device(device)), getattr(gem_kernels, case.op)
+    expected = run_op(case, problem)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(gem_kernels, case.op, lambda **all: checkpoint(compiled, use_reentrant=False, **all))
+    for name, x in run_op(case, problem).items():
+        assert torch.equal(x, expected[name]), name
+
+
+@every_case
+@pytest.mark.parametrize("device", DEVICES)
 def test_schema_and_fake_of_all_that_a_call_runs(case, device):
     calls = []
 

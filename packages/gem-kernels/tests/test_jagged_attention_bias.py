@@ -349,16 +349,6 @@ def test_frozen_tables_cost_no_second_pass():
         assert any("bias_backward" in call for call in calls) == learned
 
 
-def test_tables_keep_their_dtype_under_autocast():
-    x = inputs(MIXED)
-    tables = make_tables(x)
-    table = tables.position_bias.requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = jagged_attention(x.q, x.k, x.v, **keywords(x), **tables._asdict())
-    assert out.dtype == torch.bfloat16
-    assert torch.autograd.grad(out.float().sum(), table)[0].dtype == torch.float32
-
-
 def test_bias_adds_no_flops():
     x = inputs(MIXED)
     q = x.q.requires_grad_()

@@ -5,7 +5,6 @@ import gc
 import pytest
 import torch
 from packed_ops import FULL, MIXED, OPS, assert_one_graph, inputs
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from gem_kernels._src.attention import launch
@@ -131,18 +130,6 @@ def test_autocast_casts_the_inputs_only(op):
     assert double.dtype == torch.float64
     half = x.to(torch.bfloat16)
     assert torch.equal(out, op.function(half.q, half.k, half.v, **op.keywords(x)))
-
-
-def test_activation_checkpoint_gives_the_same_gradients(op):
-    x = inputs(MIXED)
-    q, k, v = (t.requires_grad_() for t in (x.q, x.k, x.v))
-
-    def attend(q, k, v):
-        return op.function(q, k, v, **op.keywords(x))
-
-    plain = torch.autograd.grad(attend(q, k, v), (q, k, v), x.do)
-    recomputed = torch.autograd.grad(checkpoint(attend, q, k, v, use_reentrant=False), (q, k, v), x.do)
-    assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
 
 
 @pytest.mark.parametrize("mask", MASK_CASES, ids=lambda m: m.id)
