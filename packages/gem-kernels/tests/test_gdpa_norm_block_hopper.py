@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from torch.nn import functional
+
 from gem_kernels import gdpa_norm_block
 from gem_kernels._src.attention.hopper.launch import portable_only
+from gem_kernels._src.attention.hopper.schedule import MAX_SORTED
 from gem_kernels._src.gdpa_norm_block import hopper_launch
 from gem_kernels._src.gdpa_norm_block.arguments import Options
 from gem_kernels.reference import gdpa_norm_block as reference
@@ -179,3 +182,17 @@ def test_gpu_rows_kept_by_one_kind_of_kernel_serve_the_other(launches):
     assert len(launches) == 2
     for actual, wanted in zip(portable, expected, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=5e-2, atol=5e-2 * float(wanted.abs().max()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_sequences", [300, MAX_SORTED + 1])
+def test_gpu_hopper_takes_long_sequences_first_unless_there_are_many(num_sequences):
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(0, 50, (2, num_sequences), generator=generator)
+    offsets_q, offsets_k = (functional.pad(x.cumsum(0), (1, 0)) for x in lengths)
+    chunks = hopper_launch._longest_first(offsets_q.cuda(), offsets_k.cuda()).cpu().long()
+    order = torch.arange(num_sequences)
+    if num_sequences <= MAX_SORTED:
+        order = torch.sort(lengths[0], descending=True, stable=True).indices
+    wanted = torch.stack([offsets_q[:-1], lengths[0], offsets_k[:-1], lengths[1]], 1)[order]
+    assert torch.equal(chunks, wanted)

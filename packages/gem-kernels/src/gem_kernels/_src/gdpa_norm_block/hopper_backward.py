@@ -45,6 +45,7 @@ def order_kernel(
     offsets_k_ptr,  # (B + 1,)
     chunks_ptr,  # (B, 4) int32: first query row, query rows, first key row, keys
     num_sequences,
+    SORTED: tl.constexpr,  # else as they come
     BLOCK: tl.constexpr,
     OTHERS: tl.constexpr,
 ):
@@ -55,16 +56,18 @@ def order_kernel(
     len_q = tl.load(offsets_q_ptr + b + 1, mask=mask, other=0) - first_q
     first_k = tl.load(offsets_k_ptr + b, mask=mask, other=0)
     len_k = tl.load(offsets_k_ptr + b + 1, mask=mask, other=0) - first_k
-    place = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, num_sequences, OTHERS):
-        others = start + tl.arange(0, OTHERS)
-        inside = others < num_sequences
-        length = tl.load(offsets_q_ptr + others + 1, mask=inside, other=0)
-        length -= tl.load(offsets_q_ptr + others, mask=inside, other=0)
-        ahead = (length[None, :] > len_q[:, None]) | (
-            (length[None, :] == len_q[:, None]) & (others[None, :] < b[:, None])
-        )
-        place += tl.sum((ahead & inside[None, :]).to(tl.int32), 1)
+    place = b
+    if SORTED:
+        place = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, num_sequences, OTHERS):
+            others = start + tl.arange(0, OTHERS)
+            inside = others < num_sequences
+            length = tl.load(offsets_q_ptr + others + 1, mask=inside, other=0)
+            length -= tl.load(offsets_q_ptr + others, mask=inside, other=0)
+            ahead = (length[None, :] > len_q[:, None]) | (
+                (length[None, :] == len_q[:, None]) & (others[None, :] < b[:, None])
+            )
+            place += tl.sum((ahead & inside[None, :]).to(tl.int32), 1)
     ptr = chunks_ptr + place.to(tl.int64) * 4
     tl.store(ptr, first_q.to(tl.int32), mask=mask)
     tl.store(ptr + 1, len_q.to(tl.int32), mask=mask)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gem_kernels._src.attention.hopper.call import call, descriptor
 from gem_kernels._src.attention.hopper.launch import MAX_ROWS, is_copyable, is_on_hopper, multiprocessors
+from gem_kernels._src.attention.hopper.schedule import MAX_SORTED
 from gem_kernels._src.attention.pairing import pair_sequences
 from gem_kernels._src.attention.reuse import once
 from gem_kernels._src.gdpa import hopper_launch as gdpa_hopper
@@ -74,12 +75,12 @@ def makes_gradients(x: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, options:
 
 
 def _longest_first(offsets_q: Tensor, offsets_k: Tensor) -> Tensor:
-    """(B, 4) int32: first query row, query rows, first key row and keys of every sequence, most queries first."""
+    """(B, 4) int32: first query row, query rows, first key row and keys of every sequence, most queries first if they are few enough."""
     from gem_kernels._src.gdpa_norm_block.hopper_backward import BLOCK, OTHERS, order_kernel
 
     num_sequences = offsets_q.shape[0] - 1
     chunks = torch.empty(num_sequences, 4, dtype=torch.int32, device=offsets_q.device)
-    constants = {"BLOCK": BLOCK, "OTHERS": OTHERS}
+    constants = {"SORTED": num_sequences <= MAX_SORTED, "BLOCK": BLOCK, "OTHERS": OTHERS}
     arguments = (offsets_q, offsets_k, chunks, num_sequences)
     call(order_kernel, triton.cdiv(num_sequences, BLOCK), arguments, constants, offsets_q.device)
     return chunks

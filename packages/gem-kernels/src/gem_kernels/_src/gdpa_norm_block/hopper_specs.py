@@ -43,9 +43,9 @@ def compile_specs() -> Sequence[CompileSpec]:
                 max_spill_bytes=448,
             )
         )
-    specs.append(
+    specs += [
         CompileSpec(
-            id="hopper-order",
+            id=f"hopper-order{'' if is_sorted else '-as-they-come'}",
             kernel=order_kernel,
             signature={
                 "offsets_q_ptr": "*i64",
@@ -53,10 +53,11 @@ def compile_specs() -> Sequence[CompileSpec]:
                 "chunks_ptr": "*i32",
                 "num_sequences": "i32",
             },
-            constexprs={"BLOCK": BLOCK, "OTHERS": OTHERS},
+            constexprs={"SORTED": is_sorted, "BLOCK": BLOCK, "OTHERS": OTHERS},
             aligned=("offsets_q_ptr", "offsets_k_ptr", "chunks_ptr"),
             targets=(90,),
             max_spill_bytes=16,
         )
-    )
+        for is_sorted in (True, False)
+    ]
     return specs
