@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from torch.nn import functional
 
 from gem_kernels import gdpa_norm_block

@@ -75,7 +75,10 @@ def makes_gradients(x: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, options:
 
 
 def _longest_first(offsets_q: Tensor, offsets_k: Tensor) -> Tensor:
-    """(B, 4) int32: first query row, query rows, first key row and keys of every sequence, most queries first if they are few enough."""
+    """(B, 4) int32: first query row, query rows, first key row and keys of every sequence, most queries first.
+
+    Of more than ``MAX_SORTED`` as they come: ordering compares each with each.
+    """
     from gem_kernels._src.gdpa_norm_block.hopper_backward import BLOCK, OTHERS, order_kernel
 
     num_sequences = offsets_q.shape[0] - 1
