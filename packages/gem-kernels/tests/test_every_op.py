@@ -166,6 +166,19 @@ every_case = pytest.mark.parametrize("case", default_cases(CPU)[:19], ids=lambda
 
 @every_case
 @pytest.mark.parametrize("device", DEVICES)
+def test_offsets_and_indices_of_32_bits_are_those_of_64(case, device):
+    problem = make_problem(case, torch.device(device))
+    narrow = {
+        name: x.int() if torch.is_tensor(x) and "times" not in name and not x.is_floating_point() else x
+        for name, x in problem.options.items()
+    }
+    expected = run_op(case, problem)
+    for name, x in run_op(case, problem._replace(options=narrow)).items():
+        assert torch.equal(x, expected[name]), name
+
+
+@every_case
+@pytest.mark.parametrize("device", DEVICES)
 def test_autocast_is_a_call_of_cast_tensors(case, device):
     wide = make_problem(dataclasses.replace(case, dtype="float32"), torch.device(device))
     tables = ("position_bias", "time_bias")
