@@ -117,13 +117,24 @@ def test_the_first_full_batch_is_captured_while_nothing_is_pinned(monkeypatch: p
     assert not PINNING.locked()
 
 
-def test_graphs_without_memory_name_the_remedy(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+def test_graphs_that_memory_has_no_room_for(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    tried = []
+
     def refuse(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. And more.")
+        tried.append(True)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
     monkeypatch.setattr(capture, "capture_segments", refuse)
-    with pytest.raises(ConfigError, match=r"got out of memory \(CUDA out of memory\); --set trainer.capture=off"):
-        SegmentCapture(model, 64)(Batch(64), {})
+    with pytest.raises(ConfigError, match=r"trainer.capture=on: .* ran out of it; set trainer.capture=off, or"):
+        SegmentCapture(model, 64, required=True)(Batch(64), {})
+    prepare, said = SegmentCapture(model, 64), []
+    prepare.say = said.append
+    for _ in range(2):
+        prepare(Batch(64), {})
+    assert len(tried) == 2, "once each"
+    assert said == [
+        "CUDA graphs: off: the device ran out of memory for them; steps run without, as with trainer.capture=off"
+    ]
 
 
 def test_the_trainer_prepares_each_training_step_and_no_evaluation(events: EventLog) -> None:
@@ -154,21 +165,23 @@ def test_features_that_share_offsets_share_their_copies(events: EventLog) -> Non
         assert torch.equal(copied.ids[name][1], offsets)
 
 
-def test_the_reader_pins_where_it_reads(events: EventLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    locked = []
+def test_the_reader_pins_while_it_builds(events: EventLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    empty = torch.empty
 
-    def pin(batch: Any) -> Any:
-        locked.append(PINNING.locked())
-        return batch
+    def unpinned(*shape: Any, pin_memory: bool = False, **arguments: Any) -> torch.Tensor:
+        asked.append((pin_memory, PINNING.locked()))
+        return empty(*shape, **arguments)
 
-    monkeypatch.setattr("gem_train.data.batch.Batch.pin_memory", pin)
-    for prefetch_batches in (0, 2):
-        source = EventSource(events, "train", global_batch_size=64, pin_memory=True, prefetch_batches=prefetch_batches)
-        assert len(list(source)) == len(locked)
-        assert all(locked)
-        locked.clear()
-    assert len(list(EventSource(events, "train", global_batch_size=64))) > 0
-    assert not locked
+    monkeypatch.setattr(torch, "empty", unpinned)
+    for pin_memory in (True, False):
+        for prefetch_batches in (0, 2):
+            source = EventSource(
+                events, "train", global_batch_size=64, pin_memory=pin_memory, prefetch_batches=prefetch_batches
+            )
+            assert len(list(source)) > 1
+            assert set(asked) == {(pin_memory, pin_memory)}
+            asked.clear()
 
 
 @pytest.mark.gpu

@@ -213,7 +213,7 @@ def test_prefetch_is_bounded_and_passes_errors_on() -> None:
 
 
 def test_reader_error_reaches_the_loop(toy_log: EventLog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gem_train.data.source.collate", lambda *_: 1 // 0)
+    monkeypatch.setattr("gem_train.data.source.collate", lambda *_, **__: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         next(iter(source(toy_log, prefetch_batches=2)))
 

@@ -109,6 +109,8 @@ def _train(
     first = checkpointer.latest() if args.resume else None
     total = min(parts.train_source.num_batches, config.trainer.max_steps or parts.train_source.num_batches)
     progress = make_progress(total, first or 0) if world.is_first else SilentProgress()
+    if parts.capture is not None:
+        parts.capture.say = progress.say
     with ExitStack() as held, _stop_on_signal(progress.say) as stopped:
         trainer = world.on_all(
             lambda: Trainer(

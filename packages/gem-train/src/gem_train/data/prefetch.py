@@ -10,8 +10,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 PINNING = threading.Lock()
-"""Held while a reader's thread puts a batch into page-locked memory; CUDA forbids that while graphs are captured, so
-that whoever captures holds it, too."""
+"""Held while a reader allocates page-locked memory, which CUDA forbids while graphs are captured: whoever captures
+holds it, too."""
 
 
 def prefetch(source: Generator[T, None, None], depth: int) -> Generator[T, None, None]:

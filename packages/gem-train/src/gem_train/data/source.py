@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,7 @@ class EventSource:
             balance_lengths: Deal a global batch to the ranks so that their histories are about equally long.
                 Which samples form a global batch does not change.
             prefetch_batches: Batches that a background thread prepares ahead; 0 for none.
-            pin_memory: Give batches in page-locked memory, which the thread copies them to; needs a GPU.
+            pin_memory: Build batches in page-locked memory, from which copies to a GPU do not wait; needs a GPU.
 
         Raises:
             ValueError: if a number is out of range.
@@ -194,10 +195,8 @@ class EventSource:
                 next_sample += len(positions)
                 # The end of an epoch is the beginning of the next: one spelling of one position.
                 after = (epoch, next_sample) if next_sample < self.num_samples else (epoch + 1, 0)
-                batch = collate(self._log, self._local(positions), self.max_history)
-                if self._pin_memory:
-                    with PINNING:
-                        batch = batch.pin_memory()
+                with PINNING if self._pin_memory else nullcontext():
+                    batch = collate(self._log, self._local(positions), self.max_history, pin_memory=self._pin_memory)
                 yield *after, batch
             epoch, next_sample = epoch + 1, 0
 

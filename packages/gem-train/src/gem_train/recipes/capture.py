@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -61,15 +61,19 @@ def check_capture(config: RunConfig, device: torch.device, num_processes: int) -
 class SegmentCapture:
     """Captures the model's parts over samples in CUDA graphs, on the first batch of the size of a full step."""
 
-    def __init__(self, model: RankingModel, num_samples: int) -> None:
+    def __init__(self, model: RankingModel, num_samples: int, *, required: bool = False) -> None:
         """Binds the model; nothing is captured yet.
 
         Args:
             model: On one GPU, converted, not sharded.
             num_samples: Of a full step. Smaller batches, such as the last of an epoch, run without graphs.
+            required: Refuse to train without graphs where the device has no memory for them.
         """
+        self.say: Callable[[str], object] = print
+        """Told if the device has no memory for the graphs and the run goes on without."""
         self._model = model
         self._num_samples = num_samples
+        self._required = required
         self._is_done = False
 
     def __call__(self, batch: Any, embeddings: Mapping[str, Tensor]) -> None:
@@ -80,21 +84,28 @@ class SegmentCapture:
             embeddings: Its looked-up rows.
 
         Raises:
-            ConfigError: if the device has no memory for the graphs.
+            ConfigError: if graphs are required and the device has no memory for them.
         """
         if self._is_done or batch.num_samples != self._num_samples:
             return
+        self._is_done = True
         try:
             # A page-locked allocation of the reader's thread would break the capture, and be refused itself.
             with PINNING:
                 capture_segments(self._model, batch, embeddings)
+            return
         except torch.OutOfMemoryError as error:
-            raise ConfigError(
-                "trainer.capture: the device must have memory for the graphs, which keep the activations of their "
-                f"parts between steps, got out of memory ({str(error).partition('. ')[0]}); --set trainer.capture=off "
-                "trains without, a smaller data.global_batch_size with less"
-            ) from error
-        self._is_done = True
+            if self._required:
+                raise ConfigError(
+                    "--set trainer.capture=on: the device must have memory for the graphs, which keep the activations "
+                    "of their parts between steps, and ran out of it; set trainer.capture=off, or a smaller "
+                    "data.global_batch_size"
+                ) from error
+        # Here the error holds no tensor any more.
+        torch.cuda.empty_cache()
+        self.say(
+            "CUDA graphs: off: the device ran out of memory for them; steps run without, as with trainer.capture=off"
+        )
 
 
 def make_capture(
@@ -119,4 +130,5 @@ def make_capture(
     if obstacle is not None:
         return None, f"off: {obstacle}"
     assert isinstance(model, RankingModel)
-    return SegmentCapture(model, num_samples), f"on, in training steps of {num_samples:,} samples"
+    capture = SegmentCapture(model, num_samples, required=config.trainer.capture == "on")
+    return capture, f"on, in training steps of {num_samples:,} samples"
