@@ -16,7 +16,7 @@ from multi_gpu.workload import Rows, draw_samples, make_config
 
 __all__ = ["predict"]
 
-BYTES = {"float32": 4, "bfloat16": 2}
+BYTES = {"own": 4, "float32": 4, "bfloat16": 2}
 DENSE = "dense model, one GPU"
 
 
@@ -37,7 +37,8 @@ def predict(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for row in measured:
         # The planner overlaps, frees what it gathers, and knows neither engines of collectives nor CUDA graphs.
         default = row.get("gathers", "default") == "default" and not row["name"].endswith("captured")
-        if not (default and row.get("overlap", True) and row.get("sharded_at_rest", True)):
+        keeps = row.get("keep_parameters", False) or not row.get("sharded_at_rest", True)
+        if keeps or not (default and row.get("overlap", True)):
             continue
         workload_name = row["workload"]
         if workload_name not in models:
@@ -49,7 +50,7 @@ def predict(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         workload = Workload(
             samples_per_rank=row["local_batch"],
             row_bytes=BYTES[row.get("wire_dtype", "float32")],
-            gather_bytes=BYTES[row.get("param_dtype", "float32")],
+            gather_bytes=BYTES[row.get("param_dtype", "own")],
             param_wire=None if wire == "none" else get_wire(wire),
             table_gather=row.get("gather", "tables"),
             imbalance=max(1.0, row.get("imbalance", 1.0)),

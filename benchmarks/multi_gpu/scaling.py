@@ -71,8 +71,10 @@ class Variant:
     """Samples are moved between ranks so that the ranks' FLOPs are alike, before the time is taken."""
     gathers: str = "default"
     """Engine of FSDP's all-gathers."""
-    param_dtype: str = "float32"
-    """Of gathered parameters; their gradients are reduced in float32."""
+    param_dtype: str = "own"
+    """Of gathered parameters and what goes into a unit; gradients are reduced in float32. own: each layer decides."""
+    keep_parameters: bool = False
+    """Parameters stay gathered between forward and backward: one all-gather less, and their memory."""
     param_wire: str = "none"
     """Form in which parameters travel, by the name that ``gem_precision.get_wire`` knows."""
 
@@ -95,6 +97,7 @@ def variants(size: int, num_experts: int, *, every: bool) -> dict[str, Variant]:
         "rows in bf16": replace(base, wire_dtype="bfloat16"),
     }
     if every:
+        found["parameters kept for backward"] = replace(base, keep_parameters=True)
         found["parameters in bf16"] = replace(base, param_dtype="bfloat16")
         found["parameters in mxfp8"] = replace(base, param_wire="mxfp8")
     if size % 2 == 0 and every:
@@ -116,6 +119,7 @@ def run(
     precision: str,
     num_experts: int = 1,
     every: bool = True,
+    only: Sequence[str] | None = None,
     captured: bool = False,
     trace: str | None = None,
     engine: str | None = None,
@@ -132,6 +136,7 @@ def run(
         precision: Recipe of gem_precision.
         num_experts: Of each layer's interaction.
         every: As of ``variants``.
+        only: Names of the variants to run, where not all.
         captured: One GPU also with ``capture_segments``, which a sharded model cannot have.
         trace: Folder for a Chrome trace of two steps of the base, on the first rank.
         engine: Name as of ``choose_collectives``.
@@ -143,6 +148,7 @@ def run(
         if captured and rank.device.type == "cuda":
             rank.attempt(partial(bench.one_gpu, captured=True), name="one GPU, captured", **about)
         chosen = variants(rank.size, num_experts, every=every) if rank.size > 1 else {}
+        chosen = {name: variant for name, variant in chosen.items() if only is None or name in only}
     else:
         chosen = {f"base beside {engine}": Variant(), f"gathers {engine}": Variant(gathers=engine)}
     for name, variant in chosen.items():
@@ -255,8 +261,9 @@ class Bench:
             shard_units=units,
             forward_prefetch=int(variant.overlap),
             backward_prefetch=int(variant.overlap),
-            param_dtype=getattr(torch, variant.param_dtype),
+            param_dtype=None if variant.param_dtype == "own" else getattr(torch, variant.param_dtype),
             reduce_dtype=torch.float32,
+            reshard_after_forward=False if variant.keep_parameters else None,
             param_wire=None if variant.param_wire == "none" else get_wire(variant.param_wire),
         )
         model = parallelize(model, plan, mesh)

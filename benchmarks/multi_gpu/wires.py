@@ -45,7 +45,7 @@ def run(rank: Rank, mib: Sequence[float], columns: int, model: dict[str, Any]) -
                 rank.attempt(partial(_gather, rank, mesh, size, columns, dtype, about), **about)
     bench: list[Bench] = []
     model = {**model, "rows": Rows(item=model["item_rows"])}
-    for name in ("item_rows", "every", "captured", "trace"):
+    for name in ("item_rows", "every", "only", "captured", "trace"):
         model.pop(name, None)
     rank.attempt(lambda: bench.append(Bench(rank, **model)), name="step")
     for name, variant in {"base": Variant(), "mxfp8": Variant(param_wire="mxfp8"), "base again": Variant()}.items():
