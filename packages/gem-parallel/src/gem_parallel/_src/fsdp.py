@@ -32,7 +32,8 @@ class ParallelPlan:
     root. Prefetch takes the patterns, and inside one the modules as registered, for the order in which units run; a
     wrong order costs memory and overlap, not correctness."""
     param_dtype: torch.dtype | None = None
-    """dtype of gathered parameters and so of compute; None keeps the parameters' own. Sharded ones keep theirs."""
+    """dtype of gathered parameters and so of compute; None keeps the parameters' own. Sharded ones keep theirs. What
+    goes into a unit is cast to it, too: leave it None where layers choose their dtypes, as gem_precision's do."""
     reduce_dtype: torch.dtype | None = None
     """dtype in which gradients are reduced; None is that of compute."""
     reshard_after_forward: bool | int | None = None
