@@ -327,17 +327,6 @@ def test_compiles_as_one_graph_and_for_all_batch_sizes():
     assert counter.frame_count <= 2
 
 
-def test_autocast_casts_the_operands():
-    case = Case(id="", lengths=(65, 3))
-    inputs = case.inputs(torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out, *grads = run_op(inputs._replace(do=inputs.do.bfloat16()), case)
-    assert out.dtype == torch.bfloat16
-    assert all(grad.dtype == torch.float32 for grad in grads)
-    half = inputs.to(torch.bfloat16)
-    assert torch.equal(out, run_op(half, case)[0])
-
-
 def test_flops_count_true_pairs():
     case = Case(id="", lengths=(0, 1, 70, 64), num_heads=4, head_dim=8, head_dim_v=16, num_heads_kv=2)
     inputs = case.inputs(torch.float32)
