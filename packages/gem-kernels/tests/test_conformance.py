@@ -92,6 +92,15 @@ def test_an_op_that_raises_is_a_failure_and_the_others_still_run(shapes, capsys)
     assert "6 of 7 tensors within their bounds" in text
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_an_index_beyond_the_sequences_is_a_failure_and_no_crash(device, shapes, capsys):
+    broken = [SMALL[0] | {"request_index": [0, 1, 5]}, SMALL[1]]
+    assert main(["check", "--device", device, "--shapes", shapes(broken)]) == 1
+    text = capsys.readouterr().out
+    assert "FAILED ValueError: gdpa: `request_index` must name one of the 3 key sequences" in text
+    assert "6 of 7 tensors within their bounds" in text
+
+
 BAD = [
     ("{", "must be JSON, got an error in line 1"),
     ("[]", "must hold a list of at least one case"),
@@ -104,6 +113,7 @@ BAD = [
         "case 0 .* has 'causal', which block_attention does",
     ),
     ([{"op": "gdpa", "num_seeds": -1}], "`num_seeds` must be an int >= 0, got -1"),
+    ([SMALL[0] | {"num_seeds": 3}], "`num_seeds` must be 0 with `lengths_q`, or without `lengths_k`, .* got 3"),
     ([SMALL[0] | {"num_targets": [0, -1, 2]}], "`num_targets` must be a list of ints >= 0, rows per sequence, got"),
     ([{"op": "linear_norm", "head_dim": 5}], "case 0 .* has 'head_dim', which linear_norm does not take"),
     ([SMALL[0], {"dtype": "float32"}], "case 1 .* has no `op`"),

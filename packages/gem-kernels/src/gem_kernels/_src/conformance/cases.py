@@ -71,6 +71,11 @@ class ConformanceCase:
         if self.dtype not in DTYPES:
             raise ValueError(f"ConformanceCase: `dtype` must be one of {', '.join(DTYPES)}, got {self.dtype!r}.")
         _check_types(self)
+        if self.num_seeds and (self.lengths_q or self.lengths_k is None):
+            raise ValueError(
+                "ConformanceCase: `num_seeds` must be 0 with `lengths_q`, or without `lengths_k`, whose sequences "
+                f"share the seeds, got {self.num_seeds}."
+            )
         if self.op in LINEAR_OPS and min(self.in_features, self.out_features) < 1:
             raise ValueError(
                 f"ConformanceCase: {self.op} needs `in_features` and `out_features` of at least 1, "

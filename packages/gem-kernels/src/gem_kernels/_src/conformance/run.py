@@ -10,7 +10,7 @@ from torch import Tensor
 
 import gem_kernels
 from gem_kernels import reference
-from gem_kernels._src.conformance.cases import DTYPES, LINEAR_OPS, ConformanceCase
+from gem_kernels._src.conformance.cases import ATTENTION_OPS, DTYPES, LINEAR_OPS, ConformanceCase
 from gem_kernels.testing import attention_inputs, max_error, summation_floor
 
 FORWARD_FACTOR = 2.0
@@ -139,7 +139,9 @@ def run_op(case: ConformanceCase, problem: _Problem) -> dict[str, Tensor]:
     """Output and gradients of the op by name."""
     function: Callable[..., Tensor] = getattr(gem_kernels, case.op)
     leaves = {name: x.detach().requires_grad_() for name, x in problem.tensors.items()}
-    out = function(**leaves, **problem.options, **problem.bounds)
+    # Indices come from a user's file.
+    checks = {"validate": True} if case.op in ATTENTION_OPS else {}
+    out = function(**leaves, **problem.options, **problem.bounds, **checks)
     gradients = torch.autograd.grad(out, tuple(leaves.values()), problem.dout)
     return {"out": out.detach()} | {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
 
