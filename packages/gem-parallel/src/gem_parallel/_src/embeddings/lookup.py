@@ -269,7 +269,7 @@ def _joint_outputs(request: GroupRequest, rows: Tensor, index: Tensor | None) ->
     features = request.ids.features
     sizes = [feature.num_outputs for feature in features]
     if request.bags is None:
-        found = rows if index is None else rows.index_select(0, index)
+        found = rows if index is None else _select(rows, index)
         return list(found.split(sizes)) if features else []
     sizes = [size for each in sizes for size in (each, 1)][:-1]
     if request.ids.values.numel() == 0:
@@ -282,6 +282,15 @@ def _joint_outputs(request: GroupRequest, rows: Tensor, index: Tensor | None) ->
         _scaled(part, feature, feature.offsets.diff()) if feature.slot.config.pooling == "mean" else part
         for part, feature in zip(parts, features, strict=True)
     ]
+
+
+def _select(rows: Tensor, index: Tensor) -> Tensor:
+    """``rows[index]``."""
+    if not rows.is_cuda:
+        return rows.index_select(0, index)
+    from gem_parallel._src.embeddings.row_kernel import gather_rows  # needs Triton
+
+    return gather_rows(rows.contiguous(), index)
 
 
 def _bag_of_value(feature: FeatureIds) -> tuple[Tensor, Tensor]:
