@@ -325,7 +325,7 @@ def test_8192_ranks_in_time():
 def test_record_is_json_and_complete():
     report = explain(make_model(), POD, LAYOUTS[3].dims, WORK)
     record = json.loads(json.dumps(plan_record(report)))
-    assert record["schema"] == 1
+    assert record["schema"] == 2
     assert set(record) == {
         "schema",
         "model",
@@ -354,6 +354,9 @@ def test_rates_between_measured_widths():
     assert H200.gemm_rate(low // 2) == slow.value / 2
     assert slow.value < H200.gemm_rate((low + high) // 2) < fast.value
     assert H200.gemm_rate(10**6) == H200.gemm[-1][1].value
+    (narrow, forward), (wide, faster) = H200.attention_forward[0], H200.attention_forward[-1]
+    assert H200.attention_rates(narrow) == (forward.value, H200.attention_backward[0][1].value)
+    assert H200.attention_rates(2 * wide)[0] == faster.value
 
 
 def test_bad_rates(tmp_path):
@@ -375,6 +378,14 @@ def test_bad_rates(tmp_path):
     path.write_text(json.dumps(values))
     with pytest.raises(ValueError, match="`source` must say where"):
         Hardware.load(path)
+    values["attention_backward"] = [values["gemm"][0]] * 2
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="`source` must say where"):
+        Hardware.load(path)
+    values["copy"] = {"value": 1e12, "source": "x"}
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="`attention_backward` must hold rates at different widths, got 2"):
+        Hardware.load(path)
     values["copy"] = {"value": 1e12}
     path.write_text(json.dumps(values))
     with pytest.raises(ValueError, match="every rate must hold value and source"):
@@ -387,6 +398,11 @@ def test_bad_rates(tmp_path):
         (lambda: DenseUnit(name="u", shapes=((),)), ValueError, "none of them empty"),
         (lambda: DenseUnit(name="u", shapes=((2,),), gemm_flops=-1), ValueError, "`gemm_flops` must be finite and at"),
         (lambda: DenseUnit(name="u", shapes=((2,),), num_experts=0), ValueError, "`num_experts` must be finite and at"),
+        (
+            lambda: DenseUnit(name="u", shapes=((2,),), attention_width=0),
+            ValueError,
+            "`attention_width` must be finite",
+        ),
         (lambda: SparseTable(name="t", num_rows=0, dim=4), ValueError, "`num_rows` must be finite and at least 1"),
         (lambda: SparseTable(name="t", num_rows=1, dim=4, unique_fraction=2), ValueError, "must be at most 1, got 2"),
         (lambda: SparseTable(name="t", num_rows=1, dim=4, kind="x"), ValueError, "`kind` must be one of auto"),

@@ -127,7 +127,7 @@ def test_explain_as_json(capsys):
     )
     assert code == 0
     record = json.loads(out)
-    assert (record["schema"], record["ranks"]) == (1, 8)
+    assert (record["schema"], record["ranks"]) == (2, 8)
     assert record["dims"] == {"dp_replicate": 2, "dp_shard": 4, "ep": 1, "sparse_replicate": 4, "sparse_shard": 2}
     assert record["workload"]["gather_bytes"] == 2
     assert record["workload"]["samples_per_rank"] == 32

@@ -101,6 +101,7 @@ def describe_dense(
         attention[_unit_of(name, units)] += count.attention / samples
     saved = measure_activations(config, lengths, precision=precision)
     element_bytes = 2 if precision == "bf16_activations" else 4
+    head_dims = {tower.name: tower.head_dim for tower in config.sequences}
     found = []
     for name in units:
         largest = max((shape for shape in shapes[name] if len(shape) > 1), key=math.prod, default=(64, 64))
@@ -111,6 +112,7 @@ def describe_dense(
                 gemm_flops=gemm[name],
                 gemm_width=min(largest),
                 attention_flops=attention[name],
+                attention_width=head_dims.get(name.split(".")[-1], 128),
                 activation_bytes=saved.get(name, 0.0),
                 reshard_after_forward=bool(name),
                 **_expert_options(model, name, element_bytes),

@@ -74,6 +74,8 @@ class DenseUnit:
     """Typical smaller side of the products: it chooses the measured rate."""
     attention_flops: float = 0.0
     """Attention over unmasked pairs."""
+    attention_width: int = 128
+    """Width of its heads: it chooses the measured rate."""
     activation_bytes: float = 0.0
     """Saved for backward, of all experts together."""
     num_experts: int = 1
@@ -105,7 +107,7 @@ class DenseUnit:
             "expert_output_bytes",
         ):
             _require(owner, name, getattr(self, name), low=0)
-        for name in ("gemm_width", "num_experts"):
+        for name in ("gemm_width", "attention_width", "num_experts"):
             _require(owner, name, getattr(self, name), low=1, integer=True)
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from gem_parallel._src.mesh import ParallelDims
 from gem_parallel._src.param_wire import ParamWire
 from gem_parallel._src.planner.description import ModelDescription, SparseTable, TableKind, Workload, check_ranks
-from gem_parallel._src.planner.hardware import Hardware, Rate
+from gem_parallel._src.planner.hardware import Hardware
 from gem_parallel._src.planner.locations import check_host_memory, check_locations, locate_tables
 from gem_parallel._src.planner.memory import MemoryPlan, plan_memory
 from gem_parallel._src.planner.network import Collective
@@ -18,9 +18,6 @@ from gem_parallel._src.planner.traffic import SparseTraffic, UnitTraffic, sparse
 from gem_parallel._src.topology import Topology
 
 __all__ = ["Change", "PlanReport", "Term", "explain"]
-
-FUSED_PASSES = 3.0
-"""Times that forward moves what it saves if every chain of small operations is one kernel: written once, read twice."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,24 +250,19 @@ def _changes(
         dims: ParallelDims = dims,
         workload: Workload = workload,
         strategy: Strategy = strategy,
-        hardware: Hardware = report.hardware,
     ) -> PlanReport:
         return explain(
             model,
             topology,
             dims,
             workload,
-            hardware=hardware,
+            hardware=report.hardware,
             strategy=strategy,
             kinds=kinds,
             changes=False,
         )
 
     tries: dict[str, Callable[[], PlanReport]] = {}
-    if report.hardware.activation_passes.value > FUSED_PASSES:
-        fused = replace(report.hardware, activation_passes=Rate(value=FUSED_PASSES, source="what fusion aims at"))
-        name = f"fuse norms, activations and casts ({FUSED_PASSES:g} passes over saved bytes)"
-        tries[name] = lambda: predict(hardware=fused)
     if workload.gather_bytes == 4:
         tries["gather parameters in bfloat16"] = lambda: predict(workload=replace(workload, gather_bytes=2))
     for wire in wires if workload.param_wire is None else ():

@@ -18,12 +18,11 @@ _RATES = (
     "host_read",
     "host_update",
     "copy",
-    "attention_forward",
-    "attention_backward",
     "embedding_read",
     "embedding_update",
     "activation_passes",
 )
+_BY_WIDTH = ("gemm", "attention_forward", "attention_backward")
 
 _JSON = {list: "list", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
 
@@ -62,27 +61,24 @@ class Hardware:
     """Bytes per second of a copy, read and write counted."""
     gemm: tuple[tuple[int, Rate], ...]
     """(width, FLOP/s) of bf16 products whose smaller side is ``width``, by width."""
-    attention_forward: Rate
-    """FLOP/s over unmasked pairs."""
-    attention_backward: Rate
+    attention_forward: tuple[tuple[int, Rate], ...]
+    """(width, FLOP/s) of attention over unmasked pairs with heads of ``width``, by width: a model's mix of kinds."""
+    attention_backward: tuple[tuple[int, Rate], ...]
     embedding_read: Rate
     """Bytes of looked-up rows per second."""
     embedding_update: Rate
     """Bytes of row gradients per second, backward and optimizer."""
     activation_passes: Rate
-    """Times that forward moves the bytes it saves, in what is no product (norms, activations, sums); backward twice."""
+    """Times that forward moves the bytes it saves, in what is neither product nor attention (norms, gates, sums);
+    backward twice as often."""
 
     def gemm_rate(self, width: int) -> float:
         """FLOP/s at a width: linear in its logarithm between measured ones, proportional to it below the smallest."""
-        widths = [each for each, _ in self.gemm]
-        at = bisect_left(widths, width)
-        if at == 0:
-            return self.gemm[0][1].value * min(1.0, width / widths[0])
-        if at == len(widths):
-            return self.gemm[-1][1].value
-        (low, slow), (high, fast) = self.gemm[at - 1], self.gemm[at]
-        share = math.log(width / low) / math.log(high / low)
-        return slow.value + share * (fast.value - slow.value)
+        return _rate_at(self.gemm, width)
+
+    def attention_rates(self, width: int) -> tuple[float, float]:
+        """(FLOP/s forward, backward) with heads of a width, continued as ``gemm_rate``."""
+        return _rate_at(self.attention_forward, width), _rate_at(self.attention_backward, width)
 
     @classmethod
     def load(cls, path: str | Path | None = None) -> Hardware:
@@ -106,7 +102,7 @@ class Hardware:
             values: Any = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"Hardware.load: {path} must be valid JSON: {error}") from error
-        expected = {"name", "gemm", *_RATES}
+        expected = {"name", *_BY_WIDTH, *_RATES}
         if not isinstance(values, dict):
             raise ValueError(
                 f"Hardware.load: {path} must hold a JSON object with a field for each rate, got a "
@@ -119,14 +115,32 @@ class Hardware:
                     f"{', '.join(sorted(expected))}"
                 )
         try:
-            gemm = tuple(
-                sorted(
-                    (int(each["width"]), Rate(value=each["value"], source=each["source"])) for each in values["gemm"]
+            by_width: dict[str, Any] = {
+                name: tuple(
+                    sorted(
+                        (int(each["width"]), Rate(value=each["value"], source=each["source"])) for each in values[name]
+                    )
                 )
-            )
-            rates = {name: Rate(**values[name]) for name in _RATES}
+                for name in _BY_WIDTH
+            }
+            rates: dict[str, Any] = {name: Rate(**values[name]) for name in _RATES}
         except (TypeError, KeyError) as error:
             raise ValueError(f"Hardware.load: {path}: every rate must hold value and source only ({error})") from error
-        if not gemm or len({width for width, _ in gemm}) != len(gemm) or gemm[0][0] < 1:
-            raise ValueError(f"Hardware.load: {path}: `gemm` must hold rates at different widths, got {len(gemm)}")
-        return cls(name=str(values["name"]), gemm=gemm, **rates)
+        for name, found in by_width.items():
+            if not found or len({width for width, _ in found}) != len(found) or found[0][0] < 1:
+                raise ValueError(
+                    f"Hardware.load: {path}: `{name}` must hold rates at different widths, got {len(found)}"
+                )
+        return cls(name=str(values["name"]), **by_width, **rates)
+
+
+def _rate_at(rates: tuple[tuple[int, Rate], ...], width: int) -> float:
+    widths = [each for each, _ in rates]
+    at = bisect_left(widths, width)
+    if at == 0:
+        return rates[0][1].value * min(1.0, width / widths[0])
+    if at == len(widths):
+        return rates[-1][1].value
+    (low, slow), (high, fast) = rates[at - 1], rates[at]
+    share = math.log(width / low) / math.log(high / low)
+    return slow.value + share * (fast.value - slow.value)

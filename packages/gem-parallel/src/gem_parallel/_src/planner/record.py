@@ -13,7 +13,7 @@ from gem_parallel._src.topology import TIERS
 
 __all__ = ["SCHEMA", "plan_record"]
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the record; a field that goes or changes its meaning raises it, a new field does not."""
 
 
@@ -87,11 +87,13 @@ def plan_record(report: PlanReport) -> dict[str, Any]:
 
 def _rates(report: PlanReport) -> dict[str, Any]:
     hardware = report.hardware
-    found: dict[str, Any] = {"name": hardware.name, "gemm": [{"width": w, **asdict(r)} for w, r in hardware.gemm]}
+    found: dict[str, Any] = {"name": hardware.name}
     for name in hardware.__dataclass_fields__:
         value = getattr(hardware, name)
         if isinstance(value, Rate):
             found[name] = asdict(value)
+        elif isinstance(value, tuple):
+            found[name] = [{"width": width, **asdict(rate)} for width, rate in value]
     return found
 
 

@@ -98,8 +98,9 @@ def _unit_seconds(unit: DenseUnit, samples: float, hardware: Hardware) -> tuple[
     gemm = unit.gemm_flops * samples / hardware.gemm_rate(unit.gemm_width)
     moved = unit.activation_bytes * samples * hardware.activation_passes.value / hardware.copy.value
     attention = unit.attention_flops * samples
-    forward = gemm + attention / hardware.attention_forward.value + moved
-    return forward, 2 * gemm + 2.5 * attention / hardware.attention_backward.value + 2 * moved
+    rate_forward, rate_backward = hardware.attention_rates(unit.attention_width)
+    forward = gemm + attention / rate_forward + moved
+    return forward, 2 * gemm + 2.5 * attention / rate_backward + 2 * moved
 
 
 def compute_seconds(
