@@ -26,6 +26,7 @@ CASES = [
     Case((20, 3, 0, 17), (5, 0, 70, 133), 2, 32, 32),
     Case((16, 16), (64, 128), 1, 64, 64),
     Case((1, 64), (1, 65), 3, 40, 24),
+    Case((48, 1, 0, 33), (100, 31, 7, 65), 2, 128, 128),
 ]
 
 
@@ -185,11 +186,12 @@ def test_cuda_kernel(case, dtype, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_cuda_takes_it_for_many_sequences_of_few_queries(monkeypatch):
+@pytest.mark.parametrize("dim", [64, 128])
+def test_cuda_takes_it_for_many_sequences_of_few_queries(dim, monkeypatch):
     from gem_kernels._src.jagged_attention import backward
 
     monkeypatch.setattr(backward, "launch_dkdv", None)
-    case = Case((48,) * 300, (0, 7, 200) * 100, 4, 64, 64)
+    case = Case((48,) * 300, (0, 7, 200) * 100, 4, dim, dim)
     call = draw(case, torch.bfloat16, "cuda")
     leaves = tuple(x.requires_grad_() for x in call.tensors)
     out, _ = forward(call, leaves)

@@ -27,18 +27,21 @@ def pairing(max_seqlen_q=512, **changes):
     return Pairing(offsets, offsets, max_seqlen_q, None, False)._replace(**changes)
 
 
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
-def test_a_short_window_takes_small_tiles(kernel):
-    usual = select(kernel, 64, torch.bfloat16, HOPPER)
-    assert sizes(fit_pairs(kernel, usual, 64, pairing(), 64, 64, Bias())) == WINDOW[64][kernel]
+def test_a_short_window_takes_small_tiles(kernel, dim):
+    usual = select(kernel, dim, torch.bfloat16, HOPPER)
+    for window in ((64, 64), (128, 128)):
+        assert sizes(fit_pairs(kernel, usual, dim, pairing(), *window, Bias())) == WINDOW[dim][kernel]
     for left, right in ((200, 64), (64, -1), (-1, 64), (-1, -1)):
-        assert fit_pairs(kernel, usual, 64, pairing(), left, right, Bias()) is usual
+        assert fit_pairs(kernel, usual, dim, pairing(), left, right, Bias()) is usual
 
 
-def test_few_queries_take_small_tiles_in_the_forward():
-    usual = select("forward", 64, torch.bfloat16, HOPPER)
-    assert sizes(fit_pairs("forward", usual, 64, pairing(48), -1, -1, Bias())) == FEW_QUERIES[64]["forward"]
-    assert fit_pairs("forward", usual, 64, pairing(65), -1, -1, Bias()) is usual
+@pytest.mark.parametrize("dim", [64, 128])
+def test_few_queries_take_small_tiles_in_the_forward(dim):
+    usual = select("forward", dim, torch.bfloat16, HOPPER)
+    assert sizes(fit_pairs("forward", usual, dim, pairing(48), -1, -1, Bias())) == FEW_QUERIES[dim]["forward"]
+    assert fit_pairs("forward", usual, dim, pairing(65), -1, -1, Bias()) is usual
 
 
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
@@ -105,8 +108,9 @@ def test_cuda_gradients_of_one_product_are_one_tensor():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("window", [(64, 64), (0, 128), (-1, -1)], ids=str)
-def test_cuda_against_float64(window, dtype):
+def test_cuda_against_float64(window, dim, dtype):
     lengths = torch.tensor([5, 0, 70, 133, 64, 1, 128, 300])
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     few = torch.arange(len(lengths) + 1) * 48
@@ -114,7 +118,7 @@ def test_cuda_against_float64(window, dtype):
     # Unmasked with few queries, which the forward's other tiles are for.
     offsets_q, longest_q = (offsets, 300) if window[0] >= 0 else (few, 48)
     rows = (int(offsets_q[-1]), int(offsets[-1]), int(offsets[-1]))
-    tensors = [torch.randn(n, 2, 64, generator=generator).to(dtype) for n in rows]
+    tensors = [torch.randn(n, 2, dim, generator=generator).to(dtype) for n in rows]
     do = torch.randn(tensors[0].shape, generator=generator, dtype=torch.float64)
 
     def gradients(tensors, device):

@@ -23,7 +23,7 @@ from gem_kernels._src.tiles.memory import load_row_scalars, load_rows, sequence_
 _LOG2E = tl.constexpr(math.log2(math.e))
 MAX_QUERIES = 64
 """Of a sequence, for which registers hold their gradient beside those of a key tile."""
-MAX_HEAD_DIM = 64
+MAX_HEAD_DIM = 128
 _MIN_PROGRAMS = 512
 """Some for each multiprocessor: one program goes over all keys of a sequence."""
 
@@ -115,9 +115,10 @@ def few_queries(q: Tensor, k: Tensor, v: Tensor, pairing: Pairing, left: int, ri
     )
 
 
-def select_few_queries(max_seqlen_q: int) -> TileConfig:
-    """Tiles of the kernel."""
-    return TileConfig(block_m=power_of_two(max(max_seqlen_q, 1)), block_n=64, num_warps=4, num_stages=3)
+def select_few_queries(max_seqlen_q: int, head_dim: int) -> TileConfig:
+    """Tiles of the kernel; ``head_dim`` is the larger of D and D_v. Timed on Hopper."""
+    block_n = 64 if head_dim <= 64 else 32
+    return TileConfig(block_m=power_of_two(max(max_seqlen_q, 1)), block_n=block_n, num_warps=4, num_stages=3)
 
 
 def launch_few_queries(
@@ -136,7 +137,7 @@ def launch_few_queries(
     """Gradients dq, dk and dv, contiguous; None for dv where dk is that of both. ``out`` and ``lse`` are contiguous."""
     dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     dv = None if keys_are_values else torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    config = select_few_queries(pairing.max_seqlen_q)
+    config = select_few_queries(pairing.max_seqlen_q, max(q.shape[2], v.shape[2]))
     _jagged_attention_bwd_few_queries_kernel[(pairing.num_queries * q.shape[1],)](
         q,
         k,

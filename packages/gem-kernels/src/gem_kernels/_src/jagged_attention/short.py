@@ -14,8 +14,12 @@ MAX_WINDOW = 256
 MAX_QUERIES = 64
 WINDOW: Mapping[int, Mapping[Kernel, Sizes]] = {
     64: {"forward": (64, 32, 4, 3), "dq": (64, 32, 4, 3), "dkdv": (32, 64, 4, 2)},
+    128: {"forward": (64, 32, 4, 2), "dq": (64, 32, 4, 2), "dkdv": (32, 64, 4, 2)},
 }
-FEW_QUERIES: Mapping[int, Mapping[Kernel, Sizes]] = {64: {"forward": (64, 32, 4, 3)}}
+FEW_QUERIES: Mapping[int, Mapping[Kernel, Sizes]] = {
+    64: {"forward": (64, 32, 4, 3)},
+    128: {"forward": (64, 32, 4, 3)},
+}
 """By the largest head dim, as in ``LARGE``; timed on Hopper."""
 
 
