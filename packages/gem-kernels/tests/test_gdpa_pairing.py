@@ -250,6 +250,7 @@ def test_merged_requests_compute_full_tiles(interpreter, monkeypatch):
     merged = pair_sequences(x.q, *offsets, x.max_seqlen_q, -1, -1)
     assert merged.request_index is None
     assert merged.offsets_q.tolist() == [0, 10, 10, 51, 51, 118, 118]
+    assert pair_sequences(x.q, *offsets, x.max_seqlen_q, 0, -1).request_index is not None
     windowed = pair_sequences(x.q, *offsets, x.max_seqlen_q, -1, 0)
     assert windowed.request_starts().tolist() == [0, 3, 3, 5, 5, 7, 7]
 
