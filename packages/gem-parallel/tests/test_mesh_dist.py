@@ -12,10 +12,18 @@ from gem_parallel import ParallelDims, ParallelPlan, parallelize
 pytestmark = pytest.mark.dist
 
 DIMS = {
+    "fsdp": {"dp_shard": 4, "sparse_shard": 4},
+    "experts": {"ep": 4, "sparse_replicate": 4},
     "ep": {"dp_shard": 2, "ep": 2, "sparse_replicate": 2, "sparse_shard": 2},
     "hsdp": {"dp_replicate": 2, "ep": 2, "sparse_shard": 4},
     "wide": {"dp_replicate": 2, "dp_shard": 2, "sparse_replicate": 4, "sparse_shard": 1},
 }
+
+
+def group_names(mesh):
+    """Names of the groups of more than one rank: of the dense axes beside FSDP's, of FSDP's, of the tables'."""
+    kinds = ([mesh.ep_group], mesh.shared.get_all_groups(), mesh.sparse.get_all_groups())
+    return [{group.group_name for group in groups if group.size() > 1} for groups in kinds]
 
 
 def rank_meshes(rank, world_size, folder):
@@ -38,7 +46,7 @@ def rank_meshes(rank, world_size, folder):
         whole = parallelize(nn.Linear(3, 5, bias=False), ParallelPlan(shard_units=()), mesh)
         whole(torch.full((1, 3), float(10**rank))).sum().backward()
         summed["parallelize"] = whole.weight.grad.full_tensor()[0, 0].item()
-        results[name] = (found, summed)
+        results[name] = (found, summed, group_names(mesh))
     with pytest.raises(ValueError, match=r"got 4 ranks; ParallelDims.for_world\(4\) fits; nearest: \(dp_replicate=1"):
         ParallelDims.for_world(8, ep=2).build_mesh("cpu")
     return results
@@ -70,6 +78,17 @@ def test_groups(meshes, name, axis, groups):
     for rank, result in enumerate(meshes):
         expected = next(group for group in groups if rank in group)
         assert result[name][0][axis] == expected
+
+
+@pytest.mark.parametrize("name", DIMS)
+def test_tables_and_experts_wait_for_no_gather_of_parameters(meshes, name):
+    """What shares a group is enqueued in one order: none of FSDP's is one of the experts' or of the tables'."""
+    for result in meshes:
+        experts, shared, tables = result[name][2]
+        assert shared
+        assert tables
+        assert not experts & shared
+        assert not tables & (experts | shared)
 
 
 @pytest.mark.parametrize("name", DIMS)

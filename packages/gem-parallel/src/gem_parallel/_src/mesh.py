@@ -49,7 +49,8 @@ class ParallelMesh:
     dense: DeviceMesh
     """Axes ("dp_replicate", "dp_shard", "ep"), ep over consecutive ranks."""
     sparse: DeviceMesh
-    """Axes ("sparse_replicate", "sparse_shard") over the same ranks, the replicas of a shard on consecutive ranks."""
+    """Axes ("sparse_replicate", "sparse_shard") over the same ranks, the replicas of a shard on consecutive ranks; no group
+    of theirs is one of the dense axes'."""
     shared: DeviceMesh = field(repr=False)
     """Axes ("dp_replicate", "dp_shard_ep"): parameters that are no expert's are data-parallel over ep, too. With ep 1
     it is the slice ("dp_replicate", "dp_shard") of ``dense``."""
@@ -323,8 +324,28 @@ class ParallelDims:
             )
         # Replicas are neighbours, yet the outer axis: the table of ranks is the transpose of counting.
         table = torch.arange(ranks).view(self.sparse_shard, self.sparse_replicate).t().contiguous()
-        sparse = DeviceMesh(device_type, table, mesh_dim_names=SPARSE_AXES)
+        sparse = with_own_groups(DeviceMesh(device_type, table, mesh_dim_names=SPARSE_AXES))
+        if self.ep > 1:
+            # Where the experts' rows would wait for the parameters of ``shared``.
+            dense = with_own_groups(dense)
         return ParallelMesh(dims=self, dense=dense, sparse=sparse, shared=shared)
+
+
+def with_own_groups(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh with a process group of its own for an axis over all ranks, which torch gives the default group.
+
+    NCCL runs the collectives of a group in the order in which they were enqueued. In one group for all, the numbers of
+    a batch's ids would wait for every all-gather of parameters that is enqueued before them, and the host for the
+    numbers: the device would wait in every step until the host has begun to enqueue the backward pass.
+
+    All ranks of the mesh call it: it makes process groups.
+    """
+    groups = mesh.get_all_groups()
+    if dist.get_world_size() == 1 or dist.group.WORLD not in groups:
+        return mesh
+    # No second group over all ranks: at most one axis has more than one of them.
+    groups = [dist.new_group() if group is dist.group.WORLD else group for group in groups]
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
 
 
 def _check_topology(function: str, topology: object) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from gem_parallel._src.embeddings.link import Link
+from gem_parallel._src.mesh import with_own_groups
 
 __all__ = ["Grid", "make_grid", "needs_exchange", "shape_of"]
 
@@ -94,7 +95,7 @@ def make_grid(mesh: DeviceMesh, column_shards: Iterable[int], *, timeout_s: floa
     several = replica_axis is not None and num_replicas > 1
     flat = shard_axis
     if several:
-        flat = DeviceMesh(mesh.device_type, table.flatten(), mesh_dim_names=("sparse",))
+        flat = with_own_groups(DeviceMesh(mesh.device_type, table.flatten(), mesh_dim_names=("sparse",)))
 
     def link(axis: DeviceMesh) -> Link:
         return Link(axis.get_group(), timeout_s=timeout_s, on_device=mesh.device_type == "cuda")
