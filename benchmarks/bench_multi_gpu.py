@@ -70,7 +70,7 @@ def describe_environment(device: str) -> dict[str, Any]:
 
 
 def make_models(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Arguments of ``scaling.run`` for each workload: the largest preset first, alone and with experts."""
+    """Arguments of ``scaling.run`` for each workload: the largest preset, a smaller one, and the largest with experts."""
     if arguments.device != "cuda":
         tiny: dict[str, Any] = {"preset": "tiny", "num_samples": 8, "max_length": 16, "item_rows": 1_000, "steps": 2}
         tiny["precision"] = "bf16_activations"
@@ -80,8 +80,7 @@ def make_models(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         about["trace"] = str(arguments.trace.absolute())
     large = {"preset": "large", "num_samples": 2048, "steps": 6, **about}
     small = {"preset": "small", "num_samples": 8192, "steps": 12, "every": False, "captured": True, **about}
-    # Eight experts beside the events of as many samples do not leave an all-gather room on one device.
-    models = [large, {**large, "num_experts": 8, "num_samples": 1024}, small]
+    models = [large, small, {**large, "num_experts": 8}]
     return [model for model in models if arguments.presets is None or model["preset"] in arguments.presets]
 
 
@@ -109,7 +108,7 @@ def make_launches(parts: list[str], size: int, device: str, models: list[dict[st
 
     correctness = Task(part="correctness", module="correctness", arguments=correct)
     scaling = [Task(part="scaling", module="scaling", arguments=model) for model in models]
-    wires = Task(part="wires", module="wires", arguments={**gathers, "model": models[-1]})
+    wires = Task(part="wires", module="wires", arguments={**gathers, "model": models[0]})
     if not cuda:
         add("all parts", 420, correctness, collectives("default", *ENGINES), *scaling, wires)
         return launches
