@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli_runs import QUICK, curve, train
+from cli_runs import curve, train
 from trainer_toys import CONFIG, make_trainer
 
 from gem_train.cli import main
@@ -203,8 +203,9 @@ def test_batches_of_a_pinning_reader_are_page_locked(events: EventLog) -> None:
 def test_graphs_change_no_loss(precision: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two epochs of full steps and a smaller last one, dropout, evaluations between, and a resume from a checkpoint."""
     base = [
-        "train", "synthetic", *QUICK, "--device", "cuda", "--precision", precision,
-        "--set", "data.global_batch_size=100", "--set", "data.epochs=2", "--set", "model.dropout=0.1",
+        "train", "synthetic", "--device", "cuda", "--precision", precision, "--set", "trainer.log_interval=2",
+        "--set", "data.global_batch_size=100", "--set", "data.epochs=2", "--set", "data.max_history=8",
+        "--set", "data.eval_batch_size=4096", "--set", "model.dropout=0.1",
         "--set", "model.sequences.history.dropout=0.1",
         "--set", "trainer.eval_interval=7", "--set", "trainer.checkpoint_interval=8", "--set", "trainer.keep_last=9",
     ]  # fmt: skip

@@ -14,6 +14,7 @@ import torch
 from gem_train.data import EventLog, EventSource
 from gem_train.data.balance import deal_by_length
 from gem_train.data.prefetch import prefetch
+from gem_train.data.ranges import expand_ranges, repeat_each
 from gem_train.protocols import BatchSource
 
 SIZE = 37
@@ -248,3 +249,12 @@ def test_batches_own_their_memory(toy_log: EventLog) -> None:
     assert all(np.array_equal(before[name], feature.ids) for name, feature in toy_log.encoded.items())
     assert np.isfinite(toy_log.dense).all()
     assert np.isfinite(toy_log.event_dense).all()
+
+
+def test_ranges_are_those_of_numpy_and_python() -> None:
+    rng = np.random.default_rng(0)
+    for count, longest in ((0, 1), (1, 1), (1, 5), (40, 1), (40, 2), (40, 9)):
+        lengths, starts = rng.integers(0, longest, count), rng.integers(0, 100, count)
+        ranges = [np.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+        assert expand_ranges(starts, lengths).tolist() == np.concatenate([np.empty(0, np.int64), *ranges]).tolist()
+        assert repeat_each(starts, lengths).tolist() == np.repeat(starts, lengths).tolist()

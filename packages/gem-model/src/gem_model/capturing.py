@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gem_model._src import segments
+from gem_model._src.graphs import capture_graphs
 from gem_model._src.segments import Captured, Tensors
 from gem_model.model import RankingModel
 from gem_model.protocols import RankingBatch
 
 __all__ = ["capture_segments"]
-
-
-class _Segment(nn.Module):
-    """A function of tensors and of some of a model's parameters, as torch's graphs take it."""
-
-    def __init__(self, function: Callable[..., Tensors], parameters: Sequence[nn.Parameter]) -> None:
-        super().__init__()
-        # Not registered: they stay the model's.
-        self._function, self._used = function, tuple(parameters)
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        return iter(self._used)
-
-    def forward(self, *inputs: Tensor) -> Tensors:
-        return self._function(*inputs)
 
 
 def capture_segments(model: RankingModel, batch: RankingBatch, embeddings: Mapping[str, Tensor]) -> RankingModel:
@@ -79,13 +65,12 @@ def capture_segments(model: RankingModel, batch: RankingBatch, embeddings: Mappi
     # Dropout draws afterwards what it would have drawn without graphs.
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         segments.run(model, batch, embeddings, record)
-        modules = tuple(_Segment(functions[name], used[name]) for name in functions)
         # Parameters keep the stream of the graph that they were last part of while that graph lives, and capture runs
         # on another stream.
         gc.collect()
-        calls = torch.cuda.make_graphed_callables(modules, tuple(inputs[name] for name in functions))
+        calls = capture_graphs(functions, inputs, used)
     parameters = [p for p in model.parameters() if any(p is q for found in used.values() for q in found)]
-    model._captured = Captured(dict(zip(functions, calls, strict=True)), parameters, batch.num_samples)
+    model._captured = Captured(calls, parameters, batch.num_samples)
     return model
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gem_train.data.batch import Batch, Sequence
 from gem_train.data.log import EventLog
-from gem_train.data.ranges import expand_ranges, lengths_to_offsets
+from gem_train.data.ranges import expand_ranges, lengths_to_offsets, repeat_each
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -45,7 +45,7 @@ def collate(log: EventLog, positions: Int64Array, max_history: int, *, pin_memor
     lengths = history_lengths(log, positions, max_history)
     starts = log.history_end[positions] - lengths
     events = expand_ranges(starts, lengths)
-    age = np.repeat(log.timestamp[positions], lengths)
+    age = repeat_each(log.timestamp[positions], lengths)
     age -= log.timestamp.take(events)
     ids: dict[str, tuple[Tensor, Tensor]] = {}
     one_per_sample = new.copy(np.arange(len(positions) + 1))
@@ -97,7 +97,7 @@ def _bags_of_ranges(
     ends[0] = 0
     bags = ends.numpy()[1:]
     np.take(offsets[1:], events, out=bags, mode="clip")
-    bags += np.repeat(lengths_to_offsets(counts)[:-1] - first, lengths)
+    bags += repeat_each(lengths_to_offsets(counts)[:-1] - first, lengths)
     return new.rows(ids, expand_ranges(first, counts)), ends
 
 

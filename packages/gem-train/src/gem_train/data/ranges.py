@@ -32,7 +32,32 @@ def expand_ranges(starts: Int64Array, lengths: Int64Array) -> Int64Array:
     Returns:
         (sum of lengths,) int64.
     """
+    held = np.flatnonzero(lengths)
+    starts, ends = starts[held], starts[held] + lengths[held]
+    jumps = starts - np.concatenate((_ZERO, ends[:-1] - 1))
+    return _running_sum(1, jumps, held, lengths)
+
+
+def repeat_each(values: Int64Array, lengths: Int64Array) -> Int64Array:
+    """Each value as often as its range is long, as numpy.repeat, which lets no other Python thread run meanwhile.
+
+    Args:
+        values: (B,).
+        lengths: (B,) length of each range; may be 0.
+
+    Returns:
+        (sum of lengths,) int64.
+    """
+    held = np.flatnonzero(lengths)
+    return _running_sum(0, np.diff(values[held], prepend=0), held, lengths)
+
+
+_ZERO = np.zeros(1, dtype=np.int64)
+
+
+def _running_sum(step: int, jumps: Int64Array, held: Int64Array, lengths: Int64Array) -> Int64Array:
+    """Sums of a sequence of steps, with a jump in place of one at the beginning of each range that is not empty."""
     offsets = lengths_to_offsets(lengths)
-    out = np.repeat(starts - offsets[:-1], lengths)
-    out += np.arange(offsets[-1])
-    return out
+    out = np.full(offsets[-1], step, dtype=np.int64)
+    out[offsets[held]] = jumps
+    return np.cumsum(out, out=out)
