@@ -5,9 +5,9 @@ import torch
 
 from gem_kernels import gdpa, reference
 from gem_kernels._src.attention.hopper.launch import portable_only
-from gem_kernels._src.attention.hopper.units import backward_units
 from gem_kernels._src.attention.pairing import pair_sequences
 from gem_kernels._src.gdpa import hopper_activation, hopper_launch
+from gem_kernels._src.gdpa.hopper_units import backward_units
 from gem_kernels.reference.gdpa import _activation as plain_activation
 from gem_kernels.testing import assert_matches_oracle, attention_inputs, random_lengths, summation_floor
 
@@ -33,27 +33,34 @@ UNIT_LENGTHS = [
 ]
 
 
-@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("side", [1, 4])
 @pytest.mark.parametrize("lengths", UNIT_LENGTHS, ids=[str(i) for i in range(len(UNIT_LENGTHS))])
-def test_units_own_every_row_once_and_come_by_sequences_with_most_rows_first(lengths, group, interpreter):
+def test_units_own_every_key_once_and_wait_for_units_before_them(lengths, side, interpreter):
     lengths_q, lengths_k = lengths
     x = attention_inputs(lengths_q, lengths_k, num_heads=1, head_dim=8)
-    made = backward_units(x.offsets_q, x.offsets_k, sum(lengths_q), sum(lengths_k), tile_rows=128, group=group)
-    units = made.units[: int(made.num_units)].tolist()
-    starts = zip(x.offsets_q.tolist(), x.offsets_k.tolist(), strict=True)
-    sequences = []
-    for (first_q, first_k), len_q, len_k in zip(starts, lengths_q, lengths_k, strict=False):
-        keys = [[first_k + i, min(128, len_k - i), first_q, len_q] for i in range(0, len_k, 128)]
-        queries = [
-            [first_q + i, min(128, len_q - i) | (g + 1) << 8, first_k, len_k]
-            for i in range(0, len_q, 128)
-            for g in range(group)
+    totals = sum(lengths_q), sum(lengths_k)
+    made = backward_units(x.offsets_q, x.offsets_k, *totals, tile_rows=128, rows=64, side=side)
+    units = made.units[: int(made.num_units), :7].tolist()
+    starts = list(zip(x.offsets_q.tolist(), x.offsets_k.tolist(), strict=True))
+    expected = []
+    for b, (len_q, len_k) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        count = max(-(-len_k // 128), 1)
+        first_q, first_k = starts[b]
+        expected += [
+            [first_k + 128 * i, min(len_k - 128 * i, 128), first_q, len_q, i, int(i == count - 1), first_q // 64 + b]
+            for i in range(count)
         ]
-        sequences.append((max(len_q, len_k), keys + queries))
-    # The sort keeps the order of sequences of equal length.
-    expected = [unit for _, of_one in sorted(sequences, key=lambda s: -s[0]) for unit in of_one]
-    assert units == expected
+    assert sorted(units) == sorted(expected)
     assert len(made.units) >= len(units)
+    of_sequence = {}
+    for unit in units:
+        # One after the other, which nobody who waits depends on the other way round.
+        assert unit[4] == of_sequence.setdefault(unit[6], 0)
+        of_sequence[unit[6]] += 1
+    # No two query tiles have the same place.
+    taken = [first_q // 64 + b + i for b, (first_q, _) in enumerate(starts[:-1]) for i in range(-(-lengths_q[b] // 64))]
+    assert len(set(taken)) == len(taken)
+    assert max(taken, default=0) < made.num_places
 
 
 def test_tensors_on_the_cpu_take_the_portable_kernel():
@@ -94,17 +101,16 @@ def test_the_forward_leaves_every_factor_that_the_kernel_omits_to_the_output(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "activation", "num_heads_kv", "num_queries", "in_pairs"),
+    ("dtype", "activation", "num_heads_kv", "in_pairs"),
     [
-        (torch.bfloat16, "fast_gelu", 4, 420, True),
-        (torch.bfloat16, "fast_gelu", 4, 421, False),
-        (torch.bfloat16, "fast_gelu", 2, 130, False),
-        (torch.float16, "fast_gelu", 4, 130, False),
-        (torch.bfloat16, "silu", 4, 130, False),
+        (torch.bfloat16, "fast_gelu", 4, True),
+        (torch.bfloat16, "fast_gelu", 2, True),
+        (torch.float16, "fast_gelu", 4, False),
+        (torch.bfloat16, "silu", 4, False),
     ],
 )
 def test_the_backward_takes_pairs_where_it_has_run_and_leaves_their_factors_to_the_gradients(
-    dtype, activation, num_heads_kv, num_queries, in_pairs, monkeypatch
+    dtype, activation, num_heads_kv, in_pairs, monkeypatch
 ):
     launches = []
 
@@ -115,16 +121,23 @@ def test_the_backward_takes_pairs_where_it_has_run_and_leaves_their_factors_to_t
     made = torch.zeros(3, 4, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     monkeypatch.setattr(hopper_launch, "call", record)
     monkeypatch.setattr(hopper_launch, "multiprocessors", lambda _: 132)
-    for name in ("query_chunks", "make_schedule", "backward_units"):
+    for name in ("query_chunks", "make_schedule"):
         monkeypatch.setattr(hopper_launch, name, lambda *_, **__: made)
-    x = attention_inputs((num_queries,), (70,), num_heads=4, num_heads_kv=num_heads_kv, head_dim=128, dtype=dtype)
+    monkeypatch.setattr(hopper_launch, "backward_units", lambda *_, **__: (*made, 3))
+    x = attention_inputs((130,), (70,), num_heads=4, num_heads_kv=num_heads_kv, head_dim=128, dtype=dtype)
     grads = hopper_launch.launch_hopper_backward(x.do, x.q, x.k, x.v, x.offsets_q, x.offsets_k, activation, 0.25, 0.3)
     assert len(launches) == (1 if in_pairs else 2)
     given = {name: value for launch in launches for name, value in launch.items()}
-    assert all(given[f"{name}_desc"].base is grad for name, grad in zip(("dq", "dk", "dv"), grads, strict=True))
+    places = [given[f"{name}_desc"].base.data_ptr() for name in ("dq", "dk", "dv")]
+    assert places == [grad.data_ptr() for grad in grads]
     assert given["pre_scale"] == 0.25
     if in_pairs:
-        assert (given["num_heads_kv"], given["GROUP"]) == (4, 1)
+        assert (given["num_heads_kv"], given["GROUP"]) == (num_heads_kv, 4 // num_heads_kv)
+        assert given["dq_desc"].shape[-1] == 4 * 128
+        assert given["sums_desc"].base.shape == (3 * 4 * 2 * 64, 64)
+        assert given["turns_ptr"].shape == (3 * 4 * 2,)
+        assert not given["turns_ptr"].any()
+        assert not given["claims_ptr"].any()
         assert given["out_scale"] == pytest.approx(0.3 * 0.25 * 0.5)
     else:
         assert (given["HAS_PRE_SCALE"], given["GROUP"]) == (True, 4 // num_heads_kv)

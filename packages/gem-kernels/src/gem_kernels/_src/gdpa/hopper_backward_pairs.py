@@ -1,269 +1,461 @@
-"""Hopper backward of GDPA in Gluon for activations in pairs: all gradients by one kernel.
+"""Hopper backward of GDPA in Gluon for activations in pairs: all gradients by one kernel, every product once.
 
-Scores are computed again; nothing but q, k and v was kept. A unit of work (``attention/hopper/units.py``) owns 128 rows
-of one side of a sequence and meets the other side in tiles of 64 rows, which come through a ring:
+Scores are computed again; nothing but q, k and v was kept. A unit of work (``hopper_units``) is 128 keys of
+one sequence and key head, against all its queries in tiles of 64: S^T = K Q^T, dP^T = V dO^T, dV += P^T dO,
+dK += dS^T Q and dQ = dS K. The gradients of keys and values stay in registers, P and dS are left operands in registers.
 
-* where it owns keys, S^T = K Q^T, dP^T = V dO^T, dV += P^T dO and dK += dS^T Q;
-* where it owns queries, S = Q K^T, dP = dO V^T and dQ += dS K.
+The sum over the keys that dq is passes from one unit of a sequence to the next, in float32 and always in the same
+order, so that the result is the same on every run: the first stores its part, those in the middle have the copy engine
+add theirs, the last fetches the sum, adds its own part, rounds and writes dq. A counter for each query tile says how
+many parts it has. Where one unit has all keys, it writes dq at once.
 
-Both are the same loop but for one product: with a and b the rows that a unit owns of K and V, or of Q and dO, and c and
-d those of the other side, it sums dS c, with dS from a c^T and b d^T, and P d where it owns keys. P and dS are left
-operands in registers. No unit adds to what another writes, so the result is the same on every run, at the price of S
-and dP computed twice.
+Programs claim units in the order of the list, and a unit waits for units before it alone, which are done or run on a
+program that has begun: there is always one that waits for nobody, however many programs run at a time.
 
-The kernel is persistent: a producer, whose copies end where a sequence ends, with zeros behind it, so that no product
-needs a mask, and two consumers of 64 own rows each. A consumer issues the scores of the next tile, be it of the next
-unit, before it waits for the gradients of this one.
+Five roles share a program:
 
-For one query head per key head: with two, the gradient of the keys was wrong, which is not explained.
+* the producer claims units and copies keys, values, and a ring of tiles of q and dO. Its copies end where a sequence
+  ends, with zeros behind it, so that no product needs a mask;
+* two consumers own 64 keys each, products transposed, and write their score gradients to shared memory, where each
+  takes those of both for one half of the channels of dq. It does so one query tile later, when the other has long
+  written its part;
+* for each half one warp that moves dq: it grants a consumer the place for dq, with the sum so far in it where the
+  consumer is to add to it, and sends what the consumer leaves there. Once a unit the place is granted for the gradients
+  of keys and values, which the consumer sends.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-from gem_kernels._src.attention.hopper.tiles import ROWS, allocate_barriers, copy_rows, num_key_tiles, write_rows
-from gem_kernels._src.attention.hopper.units import ROW_BITS
+from gem_kernels._src.attention.hopper.call import SEQUENCE_END
+from gem_kernels._src.attention.hopper.tiles import (
+    ROWS,
+    TILE_ROWS,
+    _as_tile_of,
+    allocate_barriers,
+    copy_rows,
+    tma_load,
+    tma_store,
+    write_rows,
+)
 from gem_kernels._src.gdpa.hopper_activation import times_pairs
+from gem_kernels._src.gdpa.hopper_units import FIELDS
+from gem_kernels._src.jagged_attention.hopper_onepass import _tma_add, _view
+from gem_kernels._src.jagged_attention.hopper_turns import (
+    NUM_WORKS,
+    announce,
+    await_work,
+    claim,
+    fence_turn,
+    pass_turn,
+    turn_of,
+)
 
+_TILE_ROWS = gl.constexpr(TILE_ROWS)
 _ROWS = gl.constexpr(ROWS)
-_ROW_BITS = gl.constexpr(ROW_BITS)
-# Places in shared memory, of 64 rows each: a and b of two units and both consumers, then the ring of c, then that of d.
-_A = gl.constexpr(0)
-_B = gl.constexpr(4)
-_RING = gl.constexpr(8)
+_NUM_WORKS = gl.constexpr(NUM_WORKS)
+_END = gl.constexpr(SEQUENCE_END)
+_FIELDS = gl.constexpr(FIELDS)
 
 
 @gluon.jit
-def _work_of(turn):
-    """The ``turn``-th work of this program. Forth and back, so that none always gets units of one kind."""
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    return turn * programs + gl.where((turn & 1) == 1, programs - 1 - program, program)
+def _num_tiles(len_q, GROUP: gl.constexpr):
+    """Query tiles of a head, at least one, which writes zero gradients of keys without queries, and two for a unit.
 
-
-@gluon.jit
-def _load_unit(units_ptr, work, num_heads_kv):
-    """(first own row, own rows, kind, first row of the other side, its rows) of a work."""
-    ptr = units_ptr + (work // num_heads_kv) * 4
-    rows = gl.load(ptr + 1)
-    return gl.load(ptr), rows & ((1 << _ROW_BITS) - 1), rows >> _ROW_BITS, gl.load(ptr + 2), gl.load(ptr + 3)
-
-
-@gluon.jit
-def _load_own(a_desc, b_desc, first, length, channel, barrier, tiles, slot):
-    for w in gl.static_range(2):
-        copy_rows(a_desc, first, length, w * _ROWS, channel, barrier, tiles.index(_A + slot * 2 + w))
-        copy_rows(b_desc, first, length, w * _ROWS, channel, barrier, tiles.index(_B + slot * 2 + w))
-
-
-@gluon.jit
-def _load_other(
-    c_desc, d_desc, first, length, channel, tiles, ready, empty, stage, STAGES: gl.constexpr, D: gl.constexpr
-):  # fmt: skip
-    """Copy a sequence's rows into the ring; the stage behind them."""
-    for i in range(num_key_tiles(length, _ROWS)):
-        s = stage % STAGES
-        mbarrier.wait(empty.index(s), ((stage // STAGES) & 1) ^ 1)
-        mbarrier.expect(ready.index(s), 2 * _ROWS * D * 2)
-        copy_rows(c_desc, first, length, i * _ROWS, channel, ready.index(s), tiles.index(_RING + s))
-        copy_rows(d_desc, first, length, i * _ROWS, channel, ready.index(s), tiles.index(_RING + STAGES + s))
-        stage += 1
-    return stage
+    A unit's keys are read until the first tile of the next one, and its own last tile waits for the next one's keys,
+    whose place is that of the unit before: with one tile both would be the same.
+    """
+    return gl.maximum((len_q + _ROWS - 1) // _ROWS, 2 if GROUP == 1 else 1)
 
 
 @gluon.jit
 def _produce(
-    q_desc, do_desc, k_desc, v_desc, units_ptr, tiles, ready, empty, own_ready, own_empty, num_turns, num_heads_kv,
+    q_desc, do_desc, k_desc, v_desc, units_ptr, q_ring, do_ring, k_tiles, v_tile, q_ready, q_empty, do_ready,
+    do_empty, k_ready, v_ready, works, work_ready, work_empty, claims_ptr, num_works, num_heads_kv,
     GROUP: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    stage = 0
-    for turn in range(num_turns):
-        work = _work_of(turn)
-        first_own, len_own, kind, first, length = _load_unit(units_ptr, work, num_heads_kv)
+    stage = 0  # query tiles so far
+    index = 0  # units of work so far
+    count = 0  # query tiles of the unit before
+    work = claim(claims_ptr)
+    announce(works, work_ready, work_empty, 0, work)
+    while work < num_works:
+        ptr = units_ptr + (work // num_heads_kv) * _FIELDS
+        first_k = gl.load(ptr)
+        len_k = gl.load(ptr + 1)
+        first_q = gl.load(ptr + 2)
+        len_q = gl.load(ptr + 3)
         head_kv = work % num_heads_kv
-        slot = turn & 1
-        own = own_ready.index(slot)
-        mbarrier.wait(own_empty.index(slot), ((turn >> 1) & 1) ^ 1)
-        mbarrier.expect(own, 4 * _ROWS * D * 2)
-        if kind == 0:
-            _load_own(k_desc, v_desc, first_own, len_own, head_kv * D, own, tiles, slot)
-            for g in range(GROUP):
-                channel = (head_kv * GROUP + g) * D
-                stage = _load_other(q_desc, do_desc, first, length, channel, tiles, ready, empty, stage, STAGES, D)
-        else:
-            _load_own(q_desc, do_desc, first_own, len_own, (head_kv * GROUP + kind - 1) * D, own, tiles, slot)
-            stage = _load_other(k_desc, v_desc, first, length, head_kv * D, tiles, ready, empty, stage, STAGES, D)
+        slot = index & 1
+        # Keys are read until the first query tile behind them. The ring has waited for it if there were more than two.
+        if count <= STAGES:
+            mbarrier.wait(q_empty.index(stage % STAGES), ((stage // STAGES) & 1) ^ 1)
+        mbarrier.expect(k_ready.index(slot), _TILE_ROWS * D * 2)
+        copy_rows(k_desc, first_k, len_k, 0, head_kv * D, k_ready.index(slot), k_tiles.index(slot))
+        num_tiles = _num_tiles(len_q, GROUP)
+        for g in range(GROUP):
+            channel = (head_kv * GROUP + g) * D
+            for i in range(num_tiles):
+                s = stage % STAGES
+                mbarrier.wait(do_empty.index(s), ((stage // STAGES) & 1) ^ 1)
+                mbarrier.expect(do_ready.index(s), _ROWS * D * 2)
+                copy_rows(do_desc, first_q, len_q, i * _ROWS, channel, do_ready.index(s), do_ring.index(s))
+                mbarrier.wait(q_empty.index(s), ((stage // STAGES) & 1) ^ 1)
+                mbarrier.expect(q_ready.index(s), _ROWS * D * 2)
+                copy_rows(q_desc, first_q, len_q, i * _ROWS, channel, q_ready.index(s), q_ring.index(s))
+                if (g == 0) & (i == 0):
+                    # Values are read as long as dO of the last query tile is.
+                    if stage > 0:
+                        mbarrier.wait(do_empty.index((stage - 1) % STAGES), ((stage - 1) // STAGES) & 1)
+                    mbarrier.expect(v_ready.index(0), _TILE_ROWS * D * 2)
+                    copy_rows(v_desc, first_k, len_k, 0, head_kv * D, v_ready.index(0), v_tile.index(0))
+                stage += 1
+        count = GROUP * num_tiles
+        index += 1
+        # Not earlier: a unit whose program is still busy with another holds up those that wait for its turns.
+        work = claim(claims_ptr)
+        announce(works, work_ready, work_empty, index, work)
 
 
 @gluon.jit
-def _step(
-    scores, ds_c, p_d, zeros, tiles, ready, empty, own_ready, stage, turn, is_end, is_final, pre_scale,
-    VALUE_AND_SLOPE: gl.constexpr, SLOPE: gl.constexpr, OWNS_KEYS: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr,
-    p_layout: gl.constexpr,
+def _move_dq(
+    dq_desc, sums_desc, units_ptr, turns_ptr, dq_tiles, dq_free, dq_ready, works, work_ready, work_empty, num_works,
+    num_heads_kv, W: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """Add a tile of the other side: (scores of the next tile, sum of dS c, sum of P d)."""
-    s = stage % STAGES
-    c = tiles.index(_RING + s)
-    d = tiles.index(_RING + STAGES + s)
-    b = tiles.index(_B + (turn & 1) * 2 + W)
-    next_stage = stage + 1
-    next_turn = turn + gl.where(is_end, 1, 0)
-    next_a = tiles.index(_A + (next_turn & 1) * 2 + W)
-    next_c = tiles.index(_RING + next_stage % STAGES)
-    has_next = (is_end & is_final) == 0
-    grad = warpgroup_mma(b, d.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if OWNS_KEYS:
-        value, slope = VALUE_AND_SLOPE(scores, pre_scale)
-        p = gl.convert_layout(value, p_layout)
-        p_d = warpgroup_mma(p, d, p_d, is_async=True)
+    HALF: gl.constexpr = D // 2
+    half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, HALF], dq_desc.dtype)
+    dq_tile = dq_tiles.index(W)
+    out_tile = _view(dq_tile, dq_desc.dtype, [_ROWS, HALF], half_layout)
+    out_place = _as_tile_of(out_tile, dq_desc)
+    grant = 0  # times that the place was granted
+    index = 0
+    next_tile = 2 * GROUP * num_heads_kv
+    work = await_work(works, work_ready, work_empty, 0, 1)
+    while work < num_works:
+        ptr = units_ptr + (work // num_heads_kv) * _FIELDS
+        first_q = gl.load(ptr + 2)
+        len_q = gl.load(ptr + 3)
+        block = gl.load(ptr + 4)
+        is_last = gl.load(ptr + 5)
+        head = (work % num_heads_kv) * GROUP
+        place = (gl.load(ptr + 6) * (num_heads_kv * GROUP) + head) * 2 + W
+        channel = head * D + W * HALF
+        num_tiles = _num_tiles(len_q, GROUP)
+        count = GROUP * num_tiles
+        i = 0  # tile of its head
+        pending = -1  # turn to pass when the place is granted again
+        for j in range(count + 1):
+            # The last tile of a unit comes when the consumer is in the next: before it, keys and values.
+            is_gap = j == count - 1
+            rest = gl.where(is_gap, 0, len_q - i * _ROWS)
+            waits = (block > 0) & (rest > 0)
+            turn = block
+            if waits & (is_last != 0):
+                turn = turn_of(turns_ptr + place)
+                while turn < block:
+                    turn = turn_of(turns_ptr + place)
+                fence_turn(turn)
+                mbarrier.expect(dq_free.index(W), _ROWS * HALF * 4)
+                tma_load(sums_desc, [place * _ROWS, 0], dq_free.index(W), dq_tile)
+            else:
+                mbarrier.arrive(dq_free.index(W), count=1)
+                if waits:
+                    # While the consumer computes.
+                    turn = turn_of(turns_ptr + place)
+                if pending >= 0:
+                    pass_turn(turns_ptr + pending)
+            pending = -1
+            mbarrier.wait(dq_ready.index(W), grant & 1)
+            grant += 1
+            if rest > 0:
+                if is_last != 0:
+                    length = gl.minimum(rest, _ROWS)
+                    row = first_q + i * _ROWS
+                    tma_store(dq_desc, [_END, row + length, _END - length, channel], out_place)
+                elif block == 0:
+                    tma_store(sums_desc, [place * _ROWS, 0], dq_tile)
+                else:
+                    while turn < block:
+                        turn = turn_of(turns_ptr + place)
+                    fence_turn(turn)
+                    _tma_add(sums_desc, [place * _ROWS, 0], dq_tile)
+                tma.store_wait(pendings=0)
+                if is_last == 0:
+                    if j == count:
+                        pass_turn(turns_ptr + place)
+                    else:
+                        pending = place
+            place += gl.where(is_gap, 0, next_tile)
+            i += gl.where(is_gap, 0, 1)
+            if GROUP > 1:  # noqa: SIM102
+                if i == num_tiles:
+                    i = 0
+                    place += 2 - num_tiles * next_tile
+                    channel += D
+        index += 1
+        work = await_work(works, work_ready, work_empty, index, 1)
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def _leave_dq(dq, dq_tile, half_tile, take, is_last, out_scale, dq_layout: gl.constexpr):
+    """Leave a unit's part of dq in its place, or what it is with the sum that is there."""
+    for _ in range(take):
+        dq = dq + dq_tile.load(dq_layout)
+    if is_last != 0:
+        half_tile.store((dq * out_scale).to(half_tile.dtype))
     else:
-        slope = SLOPE(scores, pre_scale)
-    if has_next:
-        mbarrier.wait(own_ready.index(next_turn & 1), (next_turn >> 1) & 1)
-        mbarrier.wait(ready.index(next_stage % STAGES), (next_stage // STAGES) & 1)
-    next_scores = warpgroup_mma(next_a, next_c.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    grad = warpgroup_mma_wait(2 if OWNS_KEYS else 1, deps=[grad])
-    ds = gl.convert_layout(times_pairs(slope, grad), p_layout)
-    ds_c = warpgroup_mma(ds, c, ds_c, is_async=True)
-    # Nothing may be in flight over the end of an iteration, where registers are moved.
-    if OWNS_KEYS:
-        p_d, ds_c, p, ds, scores = warpgroup_mma_wait(0, deps=[p_d, ds_c, p, ds, next_scores])
-    else:
-        ds_c, ds, scores = warpgroup_mma_wait(0, deps=[ds_c, ds, next_scores])
-    mbarrier.arrive(empty.index(s), count=1)
-    return scores, ds_c, p_d
+        dq_tile.store(dq)
+    fence_async_shared()
 
 
 @gluon.jit
 def _consume(
-    dq_desc, dk_desc, dv_desc, units_ptr, tiles, ready, empty, own_ready, own_empty, num_turns, num_heads_kv, pre_scale,
-    out_scale, VALUE_AND_SLOPE: gl.constexpr, SLOPE: gl.constexpr, W: gl.constexpr, GROUP: gl.constexpr,
-    STAGES: gl.constexpr, D: gl.constexpr,
+    dk_desc, dv_desc, units_ptr, q_ring, do_ring, k_tiles, v_tile, ds_tiles, dq_tiles, q_ready,
+    q_empty, do_ready, do_empty, k_ready, v_ready, ds_ready, ds_empty, dq_free, dq_ready, works, work_ready,
+    work_empty, num_works, num_heads_kv, pre_scale, out_scale, VALUE_AND_SLOPE: gl.constexpr, W: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    dtype: gl.constexpr = tiles.dtype
+    dtype: gl.constexpr = q_ring.dtype
+    HALF: gl.constexpr = D // 2
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, _ROWS, 16]
     )
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16]
+    )
     out_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
+    half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, HALF], dtype)
+    stage_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, D], dtype)
     zeros = gl.zeros([_ROWS, _ROWS], gl.float32, scores_layout)
-    if num_turns > 0:
-        work = _work_of(0)
-        first_own, len_own, kind, _first, length = _load_unit(units_ptr, work, num_heads_kv)
-        mbarrier.wait(own_ready.index(0), 0)
-        mbarrier.wait(ready.index(0), 0)
-        c = tiles.index(_RING)
-        first_scores = warpgroup_mma(tiles.index(_A + W), c.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=[first_scores])
-        stage = 0
-        for turn in range(num_turns):
-            is_final = turn == num_turns - 1
-            # On its way while this unit is computed.
-            next_work = gl.where(is_final, work, _work_of(turn + 1))
-            next_own, next_len, next_kind, _next_first, next_length = _load_unit(units_ptr, next_work, num_heads_kv)
-            slot = turn & 1
-            # No longer read at the end of the unit: their place takes the gradients on the way out.
-            a = tiles.index(_A + slot * 2 + W)
-            b = tiles.index(_B + slot * 2 + W)
-            head_kv = work % num_heads_kv
-            row = first_own + W * _ROWS
-            rows = len_own - W * _ROWS
-            num_tiles = num_key_tiles(length, _ROWS)
-            if kind == 0:
-                dk = gl.zeros([_ROWS, D], gl.float32, out_layout)
-                dv = gl.zeros([_ROWS, D], gl.float32, out_layout)
-                count = GROUP * num_tiles
-                for i in range(count):
-                    scores, dk, dv = _step(
-                        scores, dk, dv, zeros, tiles, ready, empty, own_ready, stage, turn, i == count - 1, is_final,
-                        pre_scale, VALUE_AND_SLOPE, SLOPE, True, W, STAGES, p_layout,
-                    )  # fmt: skip
-                    stage += 1
-                channel = head_kv * D
-                write_rows(dk_desc, a, (dk * out_scale).to(dtype), row, rows, channel)
-                write_rows(dv_desc, b, (dv * out_scale).to(dtype), row, rows, channel)
-            else:
-                dq = gl.zeros([_ROWS, D], gl.float32, out_layout)
-                for i in range(num_tiles):
-                    scores, dq, _none = _step(
-                        scores, dq, dq, zeros, tiles, ready, empty, own_ready, stage, turn, i == num_tiles - 1,
-                        is_final, pre_scale, VALUE_AND_SLOPE, SLOPE, False, W, STAGES, p_layout,
-                    )  # fmt: skip
-                    stage += 1
-                channel = (head_kv * GROUP + kind - 1) * D
-                write_rows(dq_desc, b, (dq * out_scale).to(dtype), row, rows, channel)
+    no_dq = gl.zeros([_ROWS, HALF], gl.float32, dq_layout)
+    dq_tile = dq_tiles.index(W)
+    half_tile = _view(dq_tile, dtype, [_ROWS, HALF], half_layout)
+    out_tile = _view(dq_tile, dtype, [_ROWS, D], stage_layout)
+    grants = 0
+    stage = 0  # query tiles so far
+    index = 0  # units of work so far
+    # Of the tile before: whether the sum so far is in its place, and whether its dq is whole with this unit.
+    take = 0
+    is_whole = 1
+    work = await_work(works, work_ready, work_empty, 0, 4)
+    if work < num_works:
+        mbarrier.wait(k_ready.index(0), 0)
+        mbarrier.wait(q_ready.index(0), 0)
+        first_own = k_tiles.index(0).slice(W * _ROWS, _ROWS, dim=0)
+        first = warpgroup_mma(first_own, q_ring.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[first])
+        while work < num_works:
+            ptr = units_ptr + (work // num_heads_kv) * _FIELDS
+            first_k = gl.load(ptr)
+            len_k = gl.load(ptr + 1)
+            len_q = gl.load(ptr + 3)
+            block = gl.load(ptr + 4)
+            is_last = gl.load(ptr + 5)
+            next_work = work
+            channel = (work % num_heads_kv) * D
+            v = v_tile.index(0).slice(W * _ROWS, _ROWS, dim=0)
+            dk = gl.zeros([_ROWS, D], gl.float32, out_layout)
+            dv = gl.zeros([_ROWS, D], gl.float32, out_layout)
+            mbarrier.wait(v_ready.index(0), index & 1)
+            count = GROUP * _num_tiles(len_q, GROUP)
+            rest = len_q  # queries from this tile on
+            for i in range(count):
+                s = stage % STAGES
+                q = q_ring.index(s)
+                do = do_ring.index(s)
+                mbarrier.wait(do_ready.index(s), (stage // STAGES) & 1)
+                grad = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                value, slope = VALUE_AND_SLOPE(scores, pre_scale)
+                p = gl.convert_layout(value, p_layout)
+                dv = warpgroup_mma(p, do, dv, is_async=True)
+                is_end = i == count - 1
+                following = stage + 1
+                next_index = index + gl.where(is_end, 1, 0)
+                if (i == 0) & (index > 0):
+                    # The gradients of the keys and values before have left their place.
+                    tma.store_wait(pendings=0)
+                    mbarrier.arrive(dq_ready.index(W), count=1)
+                grad = warpgroup_mma_wait(1, deps=[grad])
+                ds_own = times_pairs(slope, grad)
+                # Until both have read what was here.
+                mbarrier.wait(ds_empty.index(stage & 1), ((stage >> 1) & 1) ^ 1)
+                ds_tiles.index(stage & 1).slice(W * _ROWS, _ROWS, dim=0).store(ds_own)
+                fence_async_shared()
+                mbarrier.arrive(ds_ready.index(stage & 1), count=1)
+                ds = gl.convert_layout(ds_own, p_layout)
+                # dq of the query tile before, which may be the last of another unit.
+                before = stage - 1
+                before_index = index - gl.where(i == 0, 1, 0)
+                dv, p = warpgroup_mma_wait(0, deps=[dv, p])
+                mbarrier.arrive(do_empty.index(s), count=1)
+                dk = warpgroup_mma(ds, q, dk, is_async=True)
+                if is_end:
+                    next_work = await_work(works, work_ready, work_empty, next_index, 4)
+                if next_work < num_works:
+                    mbarrier.wait(k_ready.index(next_index & 1), (next_index >> 1) & 1)
+                    mbarrier.wait(q_ready.index(following % STAGES), (following // STAGES) & 1)
+                next_k = k_tiles.index(next_index & 1).slice(W * _ROWS, _ROWS, dim=0)
+                next_q = q_ring.index(following % STAGES)
+                next_scores = warpgroup_mma(next_k, next_q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                if stage > 0:
+                    mbarrier.wait(ds_ready.index(before & 1), (before >> 1) & 1)
+                k_half = k_tiles.index(before_index & 1).slice(W * HALF, HALF, dim=1)
+                dq = warpgroup_mma(
+                    ds_tiles.index(before & 1).permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True
+                )
+                dk, ds, scores, dq = warpgroup_mma_wait(0, deps=[dk, ds, next_scores, dq])
+                mbarrier.arrive(q_empty.index(s), count=1)
+                if stage > 0:
+                    mbarrier.arrive(ds_empty.index(before & 1), count=1)
+                    mbarrier.wait(dq_free.index(W), grants & 1)
+                    _leave_dq(dq, dq_tile, half_tile, take, is_whole, out_scale, dq_layout)
+                    mbarrier.arrive(dq_ready.index(W), count=1)
+                    grants += 1
+                take = gl.where((block > 0) & (is_last != 0) & (rest > 0), 1, 0)
+                is_whole = is_last
+                rest -= _ROWS
+                if GROUP > 1:
+                    rest = gl.where(rest <= 0, len_q, rest)
+                stage += 1
+            rows = len_k - W * _ROWS
+            row = first_k + W * _ROWS
+            # The place of dq takes the gradients of keys and values on their way out.
+            mbarrier.wait(dq_free.index(W), grants & 1)
+            grants += 1
+            write_rows(dk_desc, out_tile, (dk * out_scale).to(dtype), row, rows, channel)
             tma.store_wait(pendings=0)
-            mbarrier.arrive(own_empty.index(slot), count=1)
+            write_rows(dv_desc, out_tile, (dv * out_scale).to(dtype), row, rows, channel)
+            index += 1
             work = next_work
-            first_own = next_own
-            len_own = next_len
-            kind = next_kind
-            length = next_length
+        tma.store_wait(pendings=0)
+        mbarrier.arrive(dq_ready.index(W), count=1)
+        before = stage - 1
+        mbarrier.wait(ds_ready.index(before & 1), (before >> 1) & 1)
+        k_half = k_tiles.index((index - 1) & 1).slice(W * HALF, HALF, dim=1)
+        dq = warpgroup_mma(ds_tiles.index(before & 1).permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        mbarrier.wait(dq_free.index(W), grants & 1)
+        _leave_dq(dq, dq_tile, half_tile, take, is_whole, out_scale, dq_layout)
+        mbarrier.arrive(dq_ready.index(W), count=1)
 
 
 @gluon.jit(do_not_specialize=["num_heads_kv"])
 def _gdpa_hopper_bwd_pairs_kernel(
-    q_desc,  # (T_q, H * D), of sequences, in tiles of (64, D), as all others
+    q_desc,  # (T_q, H * D), of sequences, in tiles of (64, D)
     do_desc,  # (T_q, H * D)
-    k_desc,  # (T_k, H_kv * D)
+    k_desc,  # (T_k, H_kv * D), of sequences, in tiles of (128, D)
     v_desc,
-    dq_desc,  # (T_q, H * D)
-    dk_desc,  # (T_k, H_kv * D)
+    dq_desc,  # (T_q, H * D), of sequences, in tiles of (64, D / 2)
+    dk_desc,  # (T_k, H_kv * D), of sequences, in tiles of (64, D)
     dv_desc,
-    units_ptr,  # (N, 4) int32
+    sums_desc,  # (query tiles * H * 2 * 64, D / 2) float32, in tiles of (64, D / 2)
+    turns_ptr,  # (query tiles * H * 2,) int32, zeros
+    claims_ptr,  # (1,) int32, zero
+    units_ptr,  # (N, 8) int32
     num_units_ptr,  # (1,) int32
     num_heads_kv,
     pre_scale,
     out_scale,  # of all sums
     VALUE_AND_SLOPE: gl.constexpr,
-    SLOPE: gl.constexpr,
     GROUP: gl.constexpr,  # query heads per key head
     STAGES: gl.constexpr,
     D: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, D], q_desc.dtype)
-    tiles = gl.allocate_shared_memory(q_desc.dtype, [_RING + 2 * STAGES, _ROWS, D], layout)
-    ready = allocate_barriers(STAGES)
-    empty = allocate_barriers(STAGES)
-    own_ready = allocate_barriers(2)
-    own_empty = allocate_barriers(2)
+    dtype: gl.constexpr = q_desc.dtype
+    tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, D], dtype)
+    key_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_TILE_ROWS, D], dtype)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_TILE_ROWS, _ROWS], dtype)
+    q_ring = gl.allocate_shared_memory(dtype, [STAGES, _ROWS, D], tile_layout)
+    do_ring = gl.allocate_shared_memory(dtype, [STAGES, _ROWS, D], tile_layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [2, _TILE_ROWS, D], key_layout)
+    v_tile = gl.allocate_shared_memory(dtype, [1, _TILE_ROWS, D], key_layout)
+    ds_tiles = gl.allocate_shared_memory(dtype, [2, _TILE_ROWS, _ROWS], ds_layout)
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, _ROWS, D // 2], sums_desc.layout)
+    q_ready = allocate_barriers(STAGES)
+    q_empty = allocate_barriers(STAGES)
+    do_ready = allocate_barriers(STAGES)
+    do_empty = allocate_barriers(STAGES)
+    k_ready = allocate_barriers(2)
+    v_ready = allocate_barriers(1)
+    ds_ready = allocate_barriers(2)
+    ds_empty = allocate_barriers(2)
+    dq_free = allocate_barriers(2)
+    dq_ready = allocate_barriers(2)
+    works = gl.allocate_shared_memory(gl.int32, [_NUM_WORKS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    work_ready = allocate_barriers(_NUM_WORKS)
+    work_empty = allocate_barriers(_NUM_WORKS)
     for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+        mbarrier.init(q_ready.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=2)
+        mbarrier.init(do_ready.index(i), count=1)
+        mbarrier.init(do_empty.index(i), count=2)
     for i in gl.static_range(2):
-        mbarrier.init(own_ready.index(i), count=1)
-        mbarrier.init(own_empty.index(i), count=2)
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(ds_ready.index(i), count=2)
+        mbarrier.init(ds_empty.index(i), count=2)
+        mbarrier.init(dq_free.index(i), count=1)
+        mbarrier.init(dq_ready.index(i), count=1)
+    mbarrier.init(v_ready.index(0), count=1)
+    for i in gl.static_range(_NUM_WORKS):
+        mbarrier.init(work_ready.index(i), count=1)
+        # Consumers, and what moves dq.
+        mbarrier.init(work_empty.index(i), count=4)
     num_works = gl.load(num_units_ptr) * num_heads_kv
-    whole = num_works // gl.num_programs(0)
-    num_turns = whole + gl.where(_work_of(whole) < num_works, 1, 0)
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
-                    dq_desc, dk_desc, dv_desc, units_ptr, tiles, ready, empty, own_ready, own_empty, num_turns,
-                    num_heads_kv, pre_scale, out_scale, VALUE_AND_SLOPE, SLOPE, 0, GROUP, STAGES, D,
+                    dk_desc, dv_desc, units_ptr, q_ring, do_ring, k_tiles, v_tile, ds_tiles, dq_tiles,
+                    q_ready, q_empty, do_ready, do_empty, k_ready, v_ready, ds_ready, ds_empty, dq_free, dq_ready,
+                    works, work_ready, work_empty, num_works, num_heads_kv, pre_scale, out_scale, VALUE_AND_SLOPE,
+                    0, GROUP, STAGES, D,
                 ),
             ),
             (
                 _consume,
                 (
-                    dq_desc, dk_desc, dv_desc, units_ptr, tiles, ready, empty, own_ready, own_empty, num_turns,
-                    num_heads_kv, pre_scale, out_scale, VALUE_AND_SLOPE, SLOPE, 1, GROUP, STAGES, D,
+                    dk_desc, dv_desc, units_ptr, q_ring, do_ring, k_tiles, v_tile, ds_tiles, dq_tiles,
+                    q_ready, q_empty, do_ready, do_empty, k_ready, v_ready, ds_ready, ds_empty, dq_free, dq_ready,
+                    works, work_ready, work_empty, num_works, num_heads_kv, pre_scale, out_scale, VALUE_AND_SLOPE,
+                    1, GROUP, STAGES, D,
                 ),
             ),
             (
                 _produce,
                 (
-                    q_desc, do_desc, k_desc, v_desc, units_ptr, tiles, ready, empty, own_ready, own_empty, num_turns,
+                    q_desc, do_desc, k_desc, v_desc, units_ptr, q_ring, do_ring, k_tiles, v_tile, q_ready, q_empty,
+                    do_ready, do_empty, k_ready, v_ready, works, work_ready, work_empty, claims_ptr, num_works,
                     num_heads_kv, GROUP, STAGES, D,
                 ),
             ),
+            (
+                _move_dq,
+                (
+                    dq_desc, sums_desc, units_ptr, turns_ptr, dq_tiles, dq_free, dq_ready, works, work_ready,
+                    work_empty, num_works, num_heads_kv, 0, GROUP, D,
+                ),
+            ),
+            (
+                _move_dq,
+                (
+                    dq_desc, sums_desc, units_ptr, turns_ptr, dq_tiles, dq_free, dq_ready, works, work_ready,
+                    work_empty, num_works, num_heads_kv, 1, GROUP, D,
+                ),
+            ),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1, 1, 1],
+        [240, 24, 24, 24],
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,10 +10,10 @@ from torch import Tensor
 from gem_kernels._src.attention.hopper.call import call, descriptor, sequence_descriptor
 from gem_kernels._src.attention.hopper.launch import is_copyable, multiprocessors, query_chunks, serves
 from gem_kernels._src.attention.hopper.schedule import make_schedule
-from gem_kernels._src.attention.hopper.units import backward_units
 from gem_kernels._src.attention.launch import device_guard
 from gem_kernels._src.attention.pairing import Pairing
 from gem_kernels._src.attention.reuse import once
+from gem_kernels._src.gdpa.hopper_units import backward_units
 
 if TYPE_CHECKING:
     from gem_kernels._src.gdpa.hopper_activation import PairActivation
@@ -28,10 +28,12 @@ DQ_STAGES = {64: 8, 128: 4}
 DKDV_STAGES = {64: 6, 128: 3}
 """Of 64 query rows each."""
 PAIRS_HEAD_DIM = 128
-PAIRS_STAGES = 3
-"""Of 64 rows of both tensors of a side, in the backward in pairs."""
-PAIRS_MAX_QUERIES_PER_KEY = 6
-"""Of all in a batch; with 4 one kernel is faster than two (434 beside 407 TFLOP/s), with 8 slower (364, 421)."""
+PAIRS_STAGES = 2
+"""Of 64 query rows each, in the backward in pairs."""
+SIDE_TILES = 256
+"""Query tiles, in the mean and over all heads, of the sequences whose tiles of keys take turns in it."""
+MAX_SIDE = 16
+"""Sequences of them."""
 
 
 def applies(
@@ -120,8 +122,7 @@ def launch_hopper_backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     num_heads, num_heads_kv, dim = q.shape[1], k.shape[1], q.shape[2]
     pairs = pair_activation(activation, q.dtype)
-    few_keys = q.shape[0] > PAIRS_MAX_QUERIES_PER_KEY * k.shape[0]
-    if pairs is not None and dim == PAIRS_HEAD_DIM and num_heads == num_heads_kv and not few_keys:
+    if pairs is not None and dim == PAIRS_HEAD_DIM:
         _launch_in_pairs(do, q, k, v, dq, dk, dv, offsets_q, offsets_k, pairs, pre_scale, post_scale)
         return dq, dk, dv
     act = scaled_activation(activation)
@@ -184,24 +185,49 @@ def _launch_in_pairs(
     pre_scale: float,
     post_scale: float,
 ) -> None:
-    """All gradients by one kernel: head dim 128, as many key heads as query heads."""
+    """All gradients by one kernel, head dim 128; for sums of dq it takes 4 bytes of memory for each element of q."""
     from gem_kernels._src.attention.hopper.tiles import ROWS, TILE_ROWS
     from gem_kernels._src.gdpa.hopper_backward_pairs import _gdpa_hopper_bwd_pairs_kernel
 
+    num_heads, num_heads_kv = q.shape[1], k.shape[1]
+    num_tiles = num_heads * max(q.shape[0] // (ROWS * (offsets_q.shape[0] - 1)), 1)
+    side = 1 << min(max(SIDE_TILES // num_tiles, 1), MAX_SIDE).bit_length() - 1
     constants = {
         "VALUE_AND_SLOPE": pairs.value_and_slope,
-        "SLOPE": pairs.slope,
-        "GROUP": 1,
+        "GROUP": num_heads // num_heads_kv,
         "STAGES": PAIRS_STAGES,
         "D": PAIRS_HEAD_DIM,
         "num_warps": 4,
     }
     with device_guard(q):
+        units, num_units, num_places = once(
+            backward_units, offsets_q, offsets_k, q.shape[0], k.shape[0], tile_rows=TILE_ROWS, rows=ROWS, side=side
+        )
+        num_sums = num_places * num_heads * 2
+        # Claims of units of work, and turns: from a multiple of 16 bytes, as other alignments are other variants.
+        counters = torch.zeros(4 + num_sums, dtype=torch.int32, device=q.device)
         arguments = (
-            *(sequence_descriptor(x, ROWS) for x in (q, do, k, v, dq, dk, dv)),
-            *once(backward_units, offsets_q, offsets_k, q.shape[0], k.shape[0], tile_rows=TILE_ROWS, group=1),
-            q.shape[1],
+            *(sequence_descriptor(x, rows) for x, rows in ((q, ROWS), (do, ROWS), (k, TILE_ROWS), (v, TILE_ROWS))),
+            sequence_descriptor(dq.unflatten(2, (2, -1)).flatten(1, 2), ROWS),
+            *(sequence_descriptor(x, ROWS) for x in (dk, dv)),
+            _sums_descriptor(num_sums * ROWS, ROWS, q.device),
+            counters[4:],
+            counters[:1],
+            units,
+            num_units,
+            num_heads_kv,
             pre_scale,
             post_scale * pre_scale * pairs.scale,
         )
         call(_gdpa_hopper_bwd_pairs_kernel, multiprocessors(q.device), arguments, constants, q.device)
+
+
+def _sums_descriptor(num_rows: int, rows: int, device: torch.device) -> Any:
+    """Of new memory in float32 (num_rows, D / 2), in tiles of ``rows``."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    sums = torch.empty(num_rows, PAIRS_HEAD_DIM // 2, dtype=torch.float32, device=device)
+    block = [rows, PAIRS_HEAD_DIM // 2]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float32)
+    return TensorDescriptor(sums, list(sums.shape), list(sums.stride()), block, layout)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 
 import torch
 
 from gem_kernels._src.attention.hopper.schedule import BLOCK, OTHERS, _schedule_kernel
 from gem_kernels._src.attention.hopper.specs import hopper_spec
-from gem_kernels._src.attention.hopper.units import ROW_BITS, _units_kernel
 from gem_kernels._src.compile_spec import CompileSpec
+from gem_kernels._src.gdpa.hopper_units import _gdpa_hopper_units_kernel
 
 
 def compile_specs() -> Sequence[CompileSpec]:
     """Every kernel in both head dims and dtypes, forward with and without pairs and queries added, and the lists."""
     # Imported here: only the compile test and CUDA launches need Gluon.
+    from triton.experimental.gluon import language as gl
+
     from gem_kernels._src.attention.hopper.tiles import ROWS, TILE_ROWS
     from gem_kernels._src.gdpa.hopper_activation import pair_activation, scaled_activation
     from gem_kernels._src.gdpa.hopper_backward import _gdpa_hopper_dkdv_kernel, _gdpa_hopper_dq_kernel
@@ -83,18 +86,19 @@ def compile_specs() -> Sequence[CompileSpec]:
                 max_spill_bytes=32,
             ),
         ]
-    sides = ("q_desc", "do_desc", "k_desc", "v_desc", "dq_desc", "dk_desc", "dv_desc")
-    specs.append(
-        hopper_spec(
-            "hopper-backward-bf16-D128-pairs",
+    tiles = dict.fromkeys(("q_desc", "do_desc", "dk_desc", "dv_desc"), (1, 1, ROWS, PAIRS_HEAD_DIM))
+    tiles |= dict.fromkeys(("k_desc", "v_desc"), (1, 1, TILE_ROWS, PAIRS_HEAD_DIM))
+    tiles |= {"dq_desc": (1, 1, ROWS, PAIRS_HEAD_DIM // 2), "sums_desc": (ROWS, PAIRS_HEAD_DIM // 2)}
+    for group in (1, 2):
+        spec = hopper_spec(
+            f"hopper-backward-bf16-D128-pairs{'-grouped' if group > 1 else ''}",
             _gdpa_hopper_bwd_pairs_kernel,
             "bf16",
             PAIRS_HEAD_DIM,
-            dict.fromkeys(sides, (1, 1, ROWS, PAIRS_HEAD_DIM)),
+            tiles,
             {
                 "VALUE_AND_SLOPE": pairs.value_and_slope,
-                "SLOPE": pairs.slope,
-                "GROUP": 1,
+                "GROUP": group,
                 "STAGES": PAIRS_STAGES,
                 "D": PAIRS_HEAD_DIM,
                 "num_warps": 4,
@@ -102,22 +106,24 @@ def compile_specs() -> Sequence[CompileSpec]:
             # Between units of work.
             max_spill_bytes=64,
         )
-    )
+        layout = gl.NVMMASharedLayout.get_default_for([ROWS, PAIRS_HEAD_DIM // 2], gl.float32)
+        types = {"sums_desc": f"tensordesc<fp32[{ROWS}, {PAIRS_HEAD_DIM // 2}],{layout!r}>"}
+        types |= {"turns_ptr": "*i32", "claims_ptr": "*i32"}
+        specs.append(replace(spec, signature={**spec.signature, **types}))
     specs.append(
         CompileSpec(
             id="hopper-units",
-            kernel=_units_kernel,
+            kernel=_gdpa_hopper_units_kernel,
             signature={
                 "offsets_q_ptr": "*i64",
                 "offsets_k_ptr": "*i64",
+                "order_ptr": "*i32",
                 "units_ptr": "*i32",
                 "num_units_ptr": "*i32",
                 "num_sequences": "i32",
-                "tile_rows": "i32",
-                "group": "i32",
             },
-            constexprs={"ROW_BITS": ROW_BITS, "SORTED": True, "BLOCK": BLOCK, "OTHERS": OTHERS},
-            aligned=("offsets_q_ptr", "offsets_k_ptr", "units_ptr", "num_units_ptr"),
+            constexprs={"TILE_ROWS": TILE_ROWS, "ROWS": ROWS, "SIDE": 4, "OTHERS": OTHERS},
+            aligned=("offsets_q_ptr", "offsets_k_ptr", "order_ptr", "units_ptr", "num_units_ptr"),
             targets=(90,),
         )
     )

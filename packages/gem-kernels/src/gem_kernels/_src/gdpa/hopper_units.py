@@ -1,0 +1,126 @@
+"""Units of work of gdpa's backward in one kernel: tiles of keys, and the order in which parts of dq are handed on.
+
+Programs take units by turns, the first P at once, and each tile of queries meets the key tiles of its sequence in
+ascending order. Were those neighbours, they would all wait for one another. Key tiles of a few sequences, of about the
+same work, take turns instead: by the time that a program begins with one, the one before it is that much ahead.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gem_kernels._src.attention.hopper.call import call
+from gem_kernels._src.attention.hopper.schedule import BLOCK, MAX_SORTED, OTHERS
+from gem_kernels._src.jagged_attention.hopper_units import _jagged_attention_hopper_order_kernel, _length
+
+FIELDS = 8
+"""Numbers of a unit."""
+
+
+class Units(NamedTuple):
+    """Units of a batch, for each head."""
+
+    units: Tensor
+    """(N, 8) int32: first key row, keys, first query row, queries, key tiles of the same sequence before this one,
+    whether it is the last, and the place of the sequence's first query tile. N is a bound, not all of it is written.
+    """
+    num_units: Tensor
+    """(1,) int32, on the device: how many rows of ``units`` are written."""
+    num_places: int
+    """Places of query tiles, no two of which have the same."""
+
+
+@triton.jit
+def _tiles(offsets_k_ptr, b, inside, TILE_ROWS: tl.constexpr):
+    """Key tiles of sequences: at least one, which writes zeros."""
+    tiles = (_length(offsets_k_ptr, b, inside) + TILE_ROWS - 1) // TILE_ROWS
+    return tl.where(inside, tl.maximum(tiles, 1), 0).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_sequences"])
+def _gdpa_hopper_units_kernel(
+    offsets_q_ptr,  # (B + 1,)
+    offsets_k_ptr,  # (B + 1,)
+    order_ptr,  # (B,) int32
+    units_ptr,  # (N, 8) int32
+    num_units_ptr,  # (1,) int32
+    num_sequences,
+    TILE_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SIDE: tl.constexpr,
+    OTHERS: tl.constexpr,
+):
+    first = tl.program_id(0) * SIDE
+    before = 0
+    total = 0
+    for start in range(0, num_sequences, OTHERS):
+        places = start + tl.arange(0, OTHERS)
+        inside = places < num_sequences
+        tiles = _tiles(offsets_k_ptr, tl.load(order_ptr + places, mask=inside, other=0), inside, TILE_ROWS)
+        total += tl.sum(tiles, 0)
+        before += tl.sum(tl.where(places < first, tiles, 0), 0)
+    if tl.program_id(0) == 0:
+        tl.store(num_units_ptr, total)
+    places = first + tl.arange(0, SIDE)
+    inside = places < num_sequences
+    b = tl.load(order_ptr + places, mask=inside, other=0)
+    first_q = tl.load(offsets_q_ptr + b, mask=inside, other=0).to(tl.int32)
+    first_k = tl.load(offsets_k_ptr + b, mask=inside, other=0).to(tl.int32)
+    len_q = _length(offsets_q_ptr, b, inside).to(tl.int32)
+    len_k = _length(offsets_k_ptr, b, inside).to(tl.int32)
+    tiles = _tiles(offsets_k_ptr, b, inside, TILE_ROWS)
+    for i in range(tl.max(tiles, 0)):
+        mask = i < tiles
+        count = tl.cumsum(mask.to(tl.int32), 0)
+        ptr = units_ptr + (before + count - 1).to(tl.int64) * 8
+        tl.store(ptr, first_k + i * TILE_ROWS, mask=mask)
+        tl.store(ptr + 1, tl.minimum(len_k - i * TILE_ROWS, TILE_ROWS), mask=mask)
+        tl.store(ptr + 2, first_q, mask=mask)
+        tl.store(ptr + 3, len_q, mask=mask)
+        tl.store(ptr + 4, i, mask=mask)
+        tl.store(ptr + 5, (i == tiles - 1).to(tl.int32), mask=mask)
+        # The last tile of a sequence may be partial: one place more for each sequence before.
+        tl.store(ptr + 6, first_q // ROWS + b, mask=mask)
+        before += tl.max(count, 0)
+
+
+def backward_units(
+    offsets_q: Tensor, offsets_k: Tensor, total_q: int, total_k: int, *, tile_rows: int, rows: int, side: int
+) -> Units:
+    """Cut the keys of every sequence into tiles; those of ``side`` sequences take turns.
+
+    Args:
+        offsets_q: (B + 1,) on a CUDA device, contiguous, as is ``offsets_k``.
+        offsets_k: (B + 1,) on the same device.
+        total_q: Query rows of the batch, below 2**31.
+        total_k: Key rows of the batch, below 2**31.
+        tile_rows: Keys of a tile.
+        rows: Queries of a tile.
+        side: A power of two.
+    """
+    num_sequences = offsets_k.shape[0] - 1
+    device = offsets_k.device
+    order = torch.empty(num_sequences, dtype=torch.int32, device=device)
+    call(
+        _jagged_attention_hopper_order_kernel,
+        triton.cdiv(num_sequences, BLOCK),
+        (offsets_q, offsets_k, order, num_sequences),
+        {"SORTED": num_sequences <= MAX_SORTED, "BLOCK": BLOCK, "OTHERS": OTHERS // 2},
+        device,
+    )
+    # Every tile but the last of its sequence is whole.
+    units = torch.empty(total_k // tile_rows + num_sequences, FIELDS, dtype=torch.int32, device=device)
+    num_units = torch.empty(1, dtype=torch.int32, device=device)
+    call(
+        _gdpa_hopper_units_kernel,
+        triton.cdiv(num_sequences, side),
+        (offsets_q, offsets_k, order, units, num_units, num_sequences),
+        {"TILE_ROWS": tile_rows, "ROWS": rows, "SIDE": side, "OTHERS": OTHERS},
+        device,
+    )
+    return Units(units, num_units, total_q // rows + num_sequences)
