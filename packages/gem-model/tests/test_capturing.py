@@ -2,13 +2,14 @@
 
 import copy
 import pickle
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from gem_model import RankingModel, capture_segments, random_batch
 from gem_model import capturing as module
-from gem_model._src import segments
+from gem_model._src import graphs, segments
 
 LENGTHS = (0, 1, 2, 31, 33, 65, 0)
 
@@ -126,6 +127,64 @@ def test_only_on_cuda(tiny):
     model, batch, embeddings = make(tiny)
     with pytest.raises(ValueError, match="on one CUDA device, none of them sharded"):
         capture_segments(model, batch, embeddings)
+
+
+class Recorded:
+    """In place of a CUDA graph: replays what it is told, on the CPU."""
+
+    def replay(self):
+        self.what()
+
+
+def replay_on_the_cpu(captured, function):
+    """What a device would do with the memory of the graphs."""
+
+    def forward():
+        with torch.enable_grad():
+            captured.live = function(*captured.inputs)
+        for mine, value in zip(captured.outputs, captured.live, strict=True):
+            mine.copy_(value)
+
+    def backward():
+        leaves = [x for x in (*captured.inputs, *captured.parameters) if x.requires_grad]
+        found = torch.autograd.grad(captured.live, leaves, captured.output_gradients)
+        memory = [x for x in captured.input_gradients if x is not None]
+        for mine, value in zip(memory, found, strict=True):
+            mine.copy_(value)
+
+    captured.forward.what, captured.backward.what = forward, backward
+
+
+def test_graphs_read_and_write_memory_of_their_own(monkeypatch):
+    stream = MagicMock()
+    stream.__exit__.return_value = False
+    for name in ("graph", "stream", "Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: stream)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
+    weight = torch.nn.Parameter(torch.randn(3, 2))
+
+    def function(x, y):
+        return x @ weight, (x * y).sum(1)
+
+    def make(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(4, 3, generator=generator).requires_grad_(), torch.randn(4, 3, generator=generator)
+
+    captured = graphs.capture_graphs({"f": function}, {"f": make(0)}, {"f": [weight]})["f"]
+    assert all(x.grad_fn is None for x in captured.outputs), "the capture's autograd graph is gone"
+    replay_on_the_cpu(captured, function)
+    results = []
+    for seed in (1, 2):
+        for f in (function, captured):
+            x, y = make(seed)
+            weight.grad = None
+            outputs = f(x, y)
+            (outputs[0].square().sum() + outputs[1].sum()).backward()
+            results.append([*(z.detach().clone() for z in outputs), x.grad.clone(), weight.grad.clone()])
+        assert_same(results[-1], results[-2])
+        with torch.no_grad():
+            weight.add_(1.0)
 
 
 @pytest.fixture
