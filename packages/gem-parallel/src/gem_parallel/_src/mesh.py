@@ -49,8 +49,8 @@ class ParallelMesh:
     dense: DeviceMesh
     """Axes ("dp_replicate", "dp_shard", "ep"), ep over consecutive ranks."""
     sparse: DeviceMesh
-    """Axes ("sparse_replicate", "sparse_shard") over the same ranks, the replicas of a shard on consecutive ranks; no group
-    of theirs is one of the dense axes'."""
+    """Axes ("sparse_replicate", "sparse_shard") over the same ranks, the replicas of a shard on consecutive ranks. No
+    group of theirs is one of the dense axes'."""
     shared: DeviceMesh = field(repr=False)
     """Axes ("dp_replicate", "dp_shard_ep"): parameters that are no expert's are data-parallel over ep, too. With ep 1
     it is the slice ("dp_replicate", "dp_shard") of ``dense``."""
