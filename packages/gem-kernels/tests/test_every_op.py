@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import random
 
 import pytest
 import torch
@@ -11,13 +10,12 @@ from torch.utils.checkpoint import checkpoint
 
 import gem_kernels
 from gem_kernels import gdpa_norm_block, reference
-from gem_kernels._src.conformance.cases import FIELDS, ConformanceCase, default_cases
+from gem_kernels._src.conformance.cases import ATTENTION_OPS, FIELDS, ConformanceCase, default_cases
 from gem_kernels._src.conformance.run import make_problem, measure, run_op
 from gem_kernels._src.gdpa.names import ACTIVATION_NAMES
 from gem_kernels.testing import assert_matches_oracle, attention_inputs, random_lengths, summation_floor
 
 CPU = torch.device("cpu")
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WEIGHTS = ("norm_weight", "norm_bias", "rms_weight")
 
 
@@ -85,15 +83,6 @@ def test_every_combination_of_flags_of_the_norm_block(weights, recompute):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("part", range(6))
-@pytest.mark.parametrize("op", COMBINATIONS)
-def test_cuda_combinations_of_flags(op, part):
-    # Drawn, as each costs some kernels to compile.
-    cases = random.Random(part).sample(COMBINATIONS[op], 3)
-    assert not wrong(cases, torch.device("cuda"))
-
-
 LONG = [
     {"lengths_q": (2, 0, 8192, 5), "lengths_k": (3, 1, 33, 0)},
     {"lengths_q": (2, 0, 33), "lengths_k": (3, 1, 8192)},
@@ -109,24 +98,9 @@ def test_one_sequence_of_8192(op):
 @pytest.mark.parametrize("op", COMBINATIONS | {"gdpa_norm_block": None})
 def test_cuda_one_sequence_of_8192(op):
     both = [{"lengths_q": (2, 0, 8192, 5, 0)}, LONG[1], {"num_seeds": 4, "lengths_k": (3, 0, 8192)}]
-    cases = combinations(op, both[: 3 if "num_seeds" in FIELDS[op] else 2], num_heads=2, head_dim=64)
+    # Heads and dim of the built-in cases: most of the kernels are compiled for those.
+    cases = combinations(op, both[: 3 if "num_seeds" in FIELDS[op] else 2], head_dim=64)
     assert not wrong(cases, torch.device("cuda"))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_deterministic_mode_changes_no_bit_and_leaves_nothing_unwritten(device):
-    """Two runs, of which the mode fills new memory with NaN, and one without it."""
-    for case in default_cases(torch.device(device)):
-        problem = make_problem(case, torch.device(device))
-        runs = [run_op(case, problem)]
-        torch.use_deterministic_algorithms(True)
-        try:
-            runs += [run_op(case, problem) for _ in range(2)]
-        finally:
-            torch.use_deterministic_algorithms(False)
-        for name, x in runs[0].items():
-            assert torch.equal(x, runs[1][name]), (case, name)
-            assert torch.equal(x, runs[2][name]), (case, name)
 
 
 MANY = tuple((random_lengths(80_000, 8, seed=0) - 1).tolist())
@@ -160,56 +134,59 @@ def test_cuda_80000_sequences(case):
         assert_matches_oracle(name, x, exact[name], eager[name], factor=2.0 if name == "out" else 3.0, floor=floor)
 
 
-def name_of(case):
-    return f"{case.op}, {case.label}"
-
-
-ALL_OPTIONS = [case for case in default_cases(CPU) if case.dtype == "bfloat16"]
-every_case = pytest.mark.parametrize("case", ALL_OPTIONS, ids=name_of)
-
-
-@pytest.mark.parametrize("case", [case for case in ALL_OPTIONS if case.lengths_k or case.lengths_q], ids=name_of)
-@pytest.mark.parametrize("device", DEVICES)
-def test_offsets_and_indices_of_32_bits_are_those_of_64(case, device):
-    problem = make_problem(case, torch.device(device))
-    narrow = {
-        name: x.int() if torch.is_tensor(x) and "times" not in name and not x.is_floating_point() else x
-        for name, x in problem.options.items()
-    }
+def check_deterministic(case, problem):
+    """Two runs in deterministic mode, which fills new memory with NaN, have the bits of one without it."""
     expected = run_op(case, problem)
-    for name, x in run_op(case, problem._replace(options=narrow)).items():
+    for _ in range(2):
+        torch.use_deterministic_algorithms(True)
+        try:
+            results = run_op(case, problem)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert all(torch.equal(x, expected[name]) for name, x in results.items())
+
+
+def check_narrow_offsets(case, problem):
+    """Offsets and indices of 32 bits are those of 64."""
+    options = dict(problem.options)
+    for name, x in options.items():
+        if torch.is_tensor(x) and not x.is_floating_point() and not name.startswith("times"):
+            options[name] = x.int()
+    assert options.keys() & {"offsets", "offsets_k"}
+    expected = run_op(case, problem)
+    for name, x in run_op(case, problem._replace(options=options)).items():
         assert torch.equal(x, expected[name]), name
 
 
-@every_case
-@pytest.mark.parametrize("device", DEVICES)
-def test_autocast_is_a_call_of_cast_tensors(case, device):
-    wide = make_problem(dataclasses.replace(case, dtype="float32"), torch.device(device))
+def check_autocast(case, problem):
+    """Under autocast an op is a call of cast tensors."""
+    device = problem.dout.device
+    wide = make_problem(dataclasses.replace(case, dtype="float32"), device)
     tables = ("position_bias", "time_bias")
     tensors = {name: x if name in tables else x.bfloat16() for name, x in wide.tensors.items()}
     wide = wide._replace(dout=wide.dout.bfloat16())
-    with torch.autocast(device, dtype=torch.bfloat16):
+    with torch.autocast(device.type, dtype=torch.bfloat16):
         results = run_op(case, wide)
     for name, x in run_op(case, wide._replace(tensors=tensors)).items():
         assert results[name].dtype == (torch.bfloat16 if name == "out" else torch.float32)
         assert torch.equal(results[name], x.to(results[name].dtype)), name
 
 
-@every_case
-@pytest.mark.parametrize("device", DEVICES)
-def test_compiled_and_checkpointed_calls_are_the_plain_one(case, device, monkeypatch):
+def check_compiled_and_checkpointed(case, problem):
+    """Such a call is the plain one, in one graph."""
     torch._dynamo.reset()
-    problem, function = make_problem(case, torch.device(device)), getattr(gem_kernels, case.op)
+    function = getattr(gem_kernels, case.op)
     expected = run_op(case, problem)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    monkeypatch.setattr(gem_kernels, case.op, lambda **all: checkpoint(compiled, use_reentrant=False, **all))
-    for name, x in run_op(case, problem).items():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gem_kernels, case.op, lambda **all: checkpoint(compiled, use_reentrant=False, **all))
+        results = run_op(case, problem)
+    for name, x in results.items():
         assert torch.equal(x, expected[name]), name
 
 
-@every_case
-@pytest.mark.parametrize("device", DEVICES)
-def test_schema_and_fake_of_all_that_a_call_runs(case, device):
+def check_schema_and_fake(case, problem):
+    """Those of all that a call runs."""
     calls = []
 
     class Watch(TorchDispatchMode):
@@ -219,7 +196,45 @@ def test_schema_and_fake_of_all_that_a_call_runs(case, device):
             return function(*args, **kwargs or {})
 
     with Watch():
-        run_op(case, make_problem(case, torch.device(device)))
+        run_op(case, problem)
     assert len(calls) >= 2
     for function, args in calls:
         torch.library.opcheck(function, args, test_utils=("test_schema", "test_faketensor"))
+
+
+CHECKS = [
+    check_deterministic, check_narrow_offsets, check_autocast, check_compiled_and_checkpointed, check_schema_and_fake
+]  # fmt: skip
+
+
+def name_of(case):
+    return f"{case.op}, {case.dtype}, {case.label}"
+
+
+def all_options(device):
+    """The built-in cases of one dtype and head dim, which have all options."""
+    cases = default_cases(torch.device(device))
+    return [case for case in cases if (case.dtype, case.head_dim) == (cases[0].dtype, cases[0].head_dim)]
+
+
+@pytest.mark.parametrize("case", all_options("cpu"), ids=name_of)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_built_in_case(case, check):
+    if check is not check_narrow_offsets or case.op in ATTENTION_OPS:
+        check(case, make_problem(case, CPU))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", default_cases(torch.device("cuda")), ids=name_of)
+def test_cuda_built_in_case(case):
+    """All of it in one test, as each case compiles kernels of its own."""
+    assert not wrong([case], torch.device("cuda"))
+    problem, options = make_problem(case, torch.device("cuda")), all_options("cuda")
+    check_deterministic(case, problem)
+    if case not in options:
+        return
+    check_autocast(case, problem)
+    check_compiled_and_checkpointed(case, problem)
+    check_schema_and_fake(case, problem)
+    if case.op in ATTENTION_OPS and case == next(other for other in options if other.op == case.op):
+        check_narrow_offsets(case, problem)

@@ -215,7 +215,7 @@ def test_select_is_pure_and_fits_every_gpu(op):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mask", MASK_CASES[:4], ids=lambda m: m.id)
+@pytest.mark.parametrize("mask", [FULL, MASK_CASES[2]], ids=lambda m: m.id)
 def test_no_sample_reaches_another_on_gpu(op, mask):
     check_no_leak(op, op.by_op, mask, "cuda")
 
@@ -277,8 +277,7 @@ def test_gpu_beyond_2_31_elements(op):
 
 @pytest.mark.gpu
 @pytest.mark.memory
-@pytest.mark.parametrize("mask", [FULL, MASK_CASES[1]], ids=lambda m: m.id)
-def test_gpu_packed_rows_beyond_2_31_elements(op, mask):
+def test_gpu_packed_rows_beyond_2_31_elements(op):
     """The last two of many sequences, whose rows of every input, output and gradient lie beyond 32 bits."""
     rows, width, tail = 2**22 + 1000, 4 * 128, (512, 300)
     gc.collect()
@@ -297,7 +296,7 @@ def test_gpu_packed_rows_beyond_2_31_elements(op, mask):
 
     def run(x):
         q, k, v = (t.detach().requires_grad_() for t in (x.q, x.k, x.v))
-        out = op.function(q, k, v, **op.keywords(x, mask))
+        out = op.function(q, k, v, **op.keywords(x))
         return out.detach(), *torch.autograd.grad(out, (q, k, v), x.do)
 
     results = [t[first:].clone() for t in run(big)]
