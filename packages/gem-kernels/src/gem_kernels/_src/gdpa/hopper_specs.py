@@ -15,7 +15,7 @@ from gem_kernels._src.gdpa.hopper_units import _gdpa_hopper_units_kernel
 
 
 def compile_specs() -> Sequence[CompileSpec]:
-    """Every kernel in both head dims and dtypes, forward with and without pairs and queries added, and the lists."""
+    """Every kernel in both head dims and dtypes, the forward in its forms, and the lists."""
     # Imported here: only the compile test and CUDA launches need Gluon.
     from triton.experimental.gluon import language as gl
 
@@ -40,10 +40,11 @@ def compile_specs() -> Sequence[CompileSpec]:
     pairs = pair_activation("fast_gelu", torch.bfloat16)
     assert pairs is not None
     forwards = (("bf16", 64, True), ("bf16", 128, True), ("bf16", 128, False), ("fp16", 128, False))
-    for (name, dim, in_pairs), add_queries in product(forwards, (False, True)):
+    for (name, dim, in_pairs), (add_queries, ends) in product(forwards, ((False, False), (True, False), (False, True))):
+        suffix = "".join((in_pairs * "-pairs", add_queries * "-add", ends * "-ends"))
         specs.append(
             hopper_spec(
-                f"hopper-forward-{name}-D{dim}{'-pairs' if in_pairs else ''}{'-add' if add_queries else ''}",
+                f"hopper-forward-{name}-D{dim}{suffix}",
                 _gdpa_hopper_fwd_kernel,
                 name,
                 dim,
@@ -53,6 +54,7 @@ def compile_specs() -> Sequence[CompileSpec]:
                     "IN_PAIRS": in_pairs,
                     "HAS_PRE_SCALE": not in_pairs,
                     "ADD_QUERIES": add_queries,
+                    "ENDS": ends,
                     "GROUP": 1,
                     "STAGES": STAGES[dim],
                     "BLOCK_N": BLOCK_N,
@@ -86,6 +88,7 @@ def compile_specs() -> Sequence[CompileSpec]:
                 max_spill_bytes=32,
             ),
         ]
+    tiles: dict[str, int | tuple[int, ...]]
     tiles = dict.fromkeys(("q_desc", "do_desc", "dk_desc", "dv_desc"), (1, 1, ROWS, PAIRS_HEAD_DIM))
     tiles |= dict.fromkeys(("k_desc", "v_desc"), (1, 1, TILE_ROWS, PAIRS_HEAD_DIM))
     tiles |= {"dq_desc": (1, 1, ROWS, PAIRS_HEAD_DIM // 2), "sums_desc": (ROWS, PAIRS_HEAD_DIM // 2)}

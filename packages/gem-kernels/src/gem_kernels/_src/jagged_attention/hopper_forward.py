@@ -8,7 +8,8 @@ A unit of work is a head and a chunk of query rows of one sequence (``schedule.p
   and the product of this tile's probabilities with its values, and takes the softmax of those scores while the values
   are multiplied (FlashAttention-3, Shah et al., arXiv:2407.08608).
 
-A chunk of several query tiles keeps its keys in the ring until its last tile has met them.
+A chunk of several query tiles keeps its keys in the ring until its last tile has met them. Where sequences end inside
+tiles (``RESTS``), the second consumer leaves out the keys of a query tile in which it has no row.
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ def _softmax(scores, row_max, row_sum, num_keys, scale_log2, layout: gl.constexp
 @gluon.jit
 def _consume(
     out_desc, lse_ptr, chunks_ptr, q_tiles, k_ring, v_ring, out_tiles, q_ready, q_empty, k_ready, k_empty,
-    v_ready, v_empty, num_works, num_heads, scale_log2, W: gl.constexpr, STAGES: gl.constexpr,
-    BLOCK_N: gl.constexpr, D: gl.constexpr,
+    v_ready, v_empty, num_works, num_heads, scale_log2, RESTS: gl.constexpr, W: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_tiles.dtype
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -139,7 +140,20 @@ def _consume(
             for t in range(num_tiles):
                 is_last_tile = t == num_tiles - 1
                 q = q_tiles.index(W * 2 + (tile & 1))
-                for j in range(1, num_keys):
+                num_left = num_keys
+                if RESTS and W == 1:
+                    # In the last tile of a sequence. The first keys' product is there already, and worth nothing.
+                    is_resting = t * _TILE_ROWS + W * _ROWS >= len_q
+                    num_left = gl.where(is_resting, 1, num_keys)
+                    for j in range(1, gl.where(is_resting, num_keys, 1)):
+                        s = (base + j) % STAGES
+                        s_v = (base + j - 1) % STAGES
+                        mbarrier.wait(k_ready.index(s), ((base + j) // STAGES) & 1)
+                        mbarrier.arrive(k_empty.index(s), count=1)
+                        mbarrier.wait(v_ready.index(s_v), ((base + j - 1) // STAGES) & 1)
+                        mbarrier.arrive(v_empty.index(s_v), count=1)
+                        mbarrier.arrive(q_empty.index(W * 2 + (tile & 1)), count=1, pred=j == num_keys - 1)
+                for j in range(1, num_left):
                     s = (base + j) % STAGES
                     s_v = (base + j - 1) % STAGES
                     mbarrier.wait(k_ready.index(s), ((base + j) // STAGES) & 1)
@@ -215,6 +229,7 @@ def _jagged_attention_hopper_fwd_kernel(
     num_chunks_ptr,  # () int32
     num_heads,
     scale_log2,  # scale * log2(e), positive
+    RESTS: gl.constexpr,  # the second consumer leaves out keys where it has no row
     GROUP: gl.constexpr,  # query heads per key head
     STAGES: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -248,16 +263,16 @@ def _jagged_attention_hopper_fwd_kernel(
                 _consume,
                 (
                     out_desc, lse_ptr, chunks_ptr, q_tiles, k_ring, v_ring, out_tiles, q_ready,
-                    q_empty, k_ready, k_empty, v_ready, v_empty, num_works, num_heads, scale_log2, 0, STAGES,
-                    BLOCK_N, D,
+                    q_empty, k_ready, k_empty, v_ready, v_empty, num_works, num_heads, scale_log2, RESTS,
+                    0, STAGES, BLOCK_N, D,
                 ),
             ),
             (
                 _consume,
                 (
                     out_desc, lse_ptr, chunks_ptr, q_tiles, k_ring, v_ring, out_tiles, q_ready,
-                    q_empty, k_ready, k_empty, v_ready, v_empty, num_works, num_heads, scale_log2, 1, STAGES,
-                    BLOCK_N, D,
+                    q_empty, k_ready, k_empty, v_ready, v_empty, num_works, num_heads, scale_log2, RESTS,
+                    1, STAGES, BLOCK_N, D,
                 ),
             ),
             (

@@ -39,16 +39,24 @@ def compile_specs() -> Sequence[CompileSpec]:
     key_tile = (1, 1, BLOCK_N, HEAD_DIM)
     specs = [
         hopper_spec(
-            f"hopper-forward-{name}-group{group}",
+            f"hopper-forward-{name}-group{group}{'-rests' if rests else ''}",
             _jagged_attention_hopper_fwd_kernel,
             name,
             HEAD_DIM,
             {"q_desc": ROWS, "k_desc": key_tile, "v_desc": key_tile, "out_desc": (1, 1, ROWS, HEAD_DIM)},
-            {"GROUP": group, "STAGES": STAGES, "BLOCK_N": BLOCK_N, "D": HEAD_DIM, "num_warps": 4},
+            {
+                "RESTS": rests,
+                "GROUP": group,
+                "STAGES": STAGES,
+                "BLOCK_N": BLOCK_N,
+                "D": HEAD_DIM,
+                "num_warps": 4,
+            },
             # Between query tiles, with ptxas 12.8, which comes with Triton 3.6.
             max_spill_bytes=160,
         )
         for name, group in (("bf16", 1), ("bf16", 4), ("fp16", 1))
+        for rests in (False, True)
     ]
     for group in (1, 4):
         common = {"GROUP": group, "D": HEAD_DIM, "num_warps": 4}
