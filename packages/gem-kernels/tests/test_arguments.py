@@ -178,6 +178,18 @@ def test_tensors_of_one_call_share_dtype_and_device(op):
             function(**tensors | options | changes)
 
 
+def test_dtypes_of_tables_and_times_are_values_too():
+    for op, name, wrong in (
+        ("jagged_attention", "times_q", torch.arange(5).bfloat16()),
+        ("jagged_attention", "times_k", torch.arange(5.0)),
+        ("block_attention", "rotary", draw(5, 8).double()),
+        ("mx_quantize", "x_hp", draw(32, 32).double()),
+    ):
+        function, tensors, options = CALLS[op]
+        with pytest.raises(ValueError, match=rf"^{op}: `{name}` must .* got torch\."):
+            function(**tensors | options | {name: wrong})
+
+
 @pytest.mark.parametrize("op", ATTENTIONS)
 def test_numbers_that_nothing_can_hold_are_refused(op):
     function, tensors, options = CALLS[op]

@@ -1,5 +1,6 @@
 """The jagged helpers against loops over sequences: values bitwise, gradients, sizes, errors."""
 
+import contextlib
 from dataclasses import dataclass
 
 import pytest
@@ -269,6 +270,17 @@ def test_cuda_equals_cpu_without_waiting_for_the_device(case):
         torch.cuda.set_sync_debug_mode("default")
     for x, y in zip(results, all_helpers(*arguments), strict=True):
         assert torch.equal(x.cpu(), y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("debug", ["1", "0"])
+def test_cuda_values_are_checked_while_debugging(debug, monkeypatch):
+    monkeypatch.setenv("GEM_KERNELS_DEBUG", debug)
+    values, bad = torch.randn(5, 2, device="cuda"), torch.tensor([0, 4, 2], device="cuda")
+    with pytest.raises(ValueError, match=r"must end at .* 5, got 2") if debug == "1" else contextlib.nullcontext():
+        jagged_last_k(values, bad, 2)
+    with pytest.raises(ValueError, match="must be >= 0 tokens, got -1") if debug == "1" else contextlib.nullcontext():
+        lengths_to_offsets(torch.tensor([3, -1], device="cuda"))
 
 
 @pytest.mark.gpu

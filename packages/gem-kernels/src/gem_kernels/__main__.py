@@ -16,8 +16,9 @@ from gem_kernels._src.conformance.run import measure
 from gem_kernels._src.conformance.tune import TuningError
 from gem_kernels._src.conformance.warm import warm
 from gem_kernels._src.tuning.choices import Choice
+from gem_kernels._version import __version__
 
-_HEADER = f"{'op':17} {'dtype':9} {'sizes':45} {'tensor':12} {'error':>9} {'allowed':>9}"
+_HEADER = f"{'op':17} {'dtype':9} {'sizes':45} {'tensor':14} {'error':>9} {'allowed':>9}"
 
 
 _CHOICES_HEADER = (
@@ -30,10 +31,18 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
+def _compiler() -> str:
+    """Versions of Triton and of the assembler that it runs: both have had releases that compute wrong numbers."""
+    import triton
+
+    return f", Triton {triton.__version__}, ptxas {triton.knobs.nvidia.ptxas.version}"
+
+
 def run_check(cases: Sequence[ConformanceCase], device: torch.device) -> int:
     """Run the cases, write a row per tensor, return how many tensors were wrong or could not be computed."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU kernels"
-    _write(f"gem_kernels on {name}, torch {torch.__version__}\n{_HEADER}")
+    on_cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_cuda else "CPU kernels"
+    _write(f"gem_kernels {__version__} on {name}, torch {torch.__version__}{_compiler() if on_cuda else ''}\n{_HEADER}")
     failed = total = 0
     for case in cases:
         head = f"{case.op:17} {case.dtype:9} {case.label:45}"
@@ -46,7 +55,7 @@ def run_check(cases: Sequence[ConformanceCase], device: torch.device) -> int:
         for row in rows:
             failed, total = failed + (not row.passed), total + 1
             verdict = "" if row.passed else "  FAILED"
-            _write(f"{head} {row.tensor:12} {row.error:9.2e} {row.bound:9.2e}{verdict}")
+            _write(f"{head} {row.tensor:14} {row.error:9.2e} {row.bound:9.2e}{verdict}")
     _write(f"{total - failed} of {total} tensors within their bounds")
     return failed
 

@@ -3,8 +3,8 @@
 Sequence b owns rows ``offsets[b]:offsets[b + 1]``; ``offsets`` is int32 or int64, starts at 0 and ends at T
 (FlashAttention's ``cu_seqlens``). Row arithmetic is int64. Every helper is differentiable in its float arguments with
 a deterministic gradient, and runs without waiting for the device wherever the size of its result is known on the host.
-Offsets are checked for order and range on the CPU; on other devices, or inside ``torch.compile``, that would cost a
-sync and is not done.
+Offsets are checked for order and range on the CPU; on CUDA that would cost a sync and is done with
+``GEM_KERNELS_DEBUG=1`` only, inside ``torch.compile`` never.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from gem_kernels._src.jagged.index import (
+    can_read,
     check_fill,
     check_jagged,
     check_jagged_values,
-    check_on_cpu,
     check_pair,
     check_size,
+    check_values_of_offsets,
     gather_rows,
     scatter_rows,
     sequence_and_position,
@@ -47,15 +48,14 @@ def lengths_to_offsets(lengths: Tensor) -> Tensor:
 
     Raises:
         TypeError: if ``lengths`` is not an integer tensor.
-        ValueError: if it is not one-dimensional, or holds a negative length (checked on the CPU).
+        ValueError: if it is not one-dimensional, or holds a negative length (checked as offsets are).
     """
     if not isinstance(lengths, Tensor) or lengths.dtype not in (torch.int32, torch.int64):
         got, error = (lengths.dtype, DtypeError) if isinstance(lengths, Tensor) else (type(lengths).__name__, TypeError)
         raise error(f"lengths_to_offsets: `lengths` must be an int32 or int64 Tensor, got {got}; cast it first.")
     if lengths.dim() != 1:
         raise ValueError(f"lengths_to_offsets: `lengths` must have shape (B,), got {tuple(lengths.shape)}.")
-    is_readable = lengths.device.type == "cpu" and not torch.compiler.is_compiling()
-    if is_readable and lengths.numel() and int(lengths.min()) < 0:
+    if can_read(lengths) and lengths.numel() and int(lengths.min()) < 0:
         b = int(lengths.argmin())
         raise ValueError(f"lengths_to_offsets: `lengths` must be >= 0 tokens, got {int(lengths[b])} at sequence {b}.")
     return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0, dtype=torch.int64)])
@@ -135,7 +135,7 @@ def padded_to_jagged(padded: Tensor, offsets: Tensor, total: int | None = None) 
     if total is None:
         total = int(offsets[-1])
     check_size(op, "total", total)
-    check_on_cpu(op, "offsets", offsets, total)
+    check_values_of_offsets(op, "offsets", offsets, total)
     num_sequences, length = padded.shape[:2]
     sequence, position = sequence_and_position(offsets, total)
     is_present = (position < length) & (sequence < num_sequences)
@@ -218,10 +218,10 @@ def jagged_split(
     if total_a is None:
         total_a = int(offsets_a[-1])
     check_size(op, "total_a", total_a)
-    check_on_cpu(op, "offsets_a", offsets_a, total_a)
+    check_values_of_offsets(op, "offsets_a", offsets_a, total_a)
     offsets, offsets_a = offsets.to(torch.int64), offsets_a.to(torch.int64)
     offsets_b = offsets - offsets_a
-    if offsets.device.type == "cpu" and not torch.compiler.is_compiling() and (torch.diff(offsets_b) < 0).any():
+    if can_read(offsets) and (torch.diff(offsets_b) < 0).any():
         b = int(torch.diff(offsets_b).argmin())
         lengths = torch.diff(offsets), torch.diff(offsets_a)
         raise ValueError(

@@ -38,6 +38,7 @@ from gem_kernels._src.mx.formats import (
     check_scale_mode,
 )
 from gem_kernels._src.mx.op import mx_dequantize_op, mx_fake_quantize_op, mx_quantize_op
+from gem_kernels._src.validate import DtypeError
 
 __all__ = ["MXTensorPair", "mx_dequantize", "mx_fake_quantize", "mx_quantize"]
 
@@ -107,7 +108,7 @@ def mx_dequantize(
     check_element(op, qdata.dtype)
     block_rows, block_cols = check_block_shape(op, block_shape)
     if scale.dtype != torch.float8_e8m0fnu:
-        raise TypeError(f"{op}: `scale` must be float8_e8m0fnu, got {scale.dtype}; view its bytes as that dtype.")
+        raise DtypeError(f"{op}: `scale` must be float8_e8m0fnu, got {scale.dtype}; view its bytes as that dtype.")
     grid = block_grid(qdata.shape[0], qdata.shape[1], (block_rows, block_cols))
     if tuple(scale.shape) != grid:
         raise ValueError(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gem_kernels._src.block_attention.configs import BLOCK_SIZES
 from gem_kernels._src.validate import (
+    DtypeError,
     check_capacity,
     check_int,
     check_max_seqlen,
@@ -72,7 +73,7 @@ def check_rotary(rotary: Tensor | None, q: Tensor, v: Tensor) -> None:
             f"the second, got {tuple(rotary.shape)}."
         )
     if rotary.dtype not in (torch.float32, q.dtype):
-        raise TypeError(f"{NAME}: `rotary` must be float32 or have the dtype of `q`, {q.dtype}, got {rotary.dtype}.")
+        raise DtypeError(f"{NAME}: `rotary` must be float32 or have the dtype of `q`, {q.dtype}, got {rotary.dtype}.")
     if rotary.device != q.device:
         raise ValueError(
             f"{NAME}: `rotary` must be on the device of `q`, {q.device}, got {rotary.device}; move it there."

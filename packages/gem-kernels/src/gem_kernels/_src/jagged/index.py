@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gem_kernels._src.validate import check_dense, check_int, check_offset_values, check_offsets
+from gem_kernels._src.validate import check_dense, check_int, check_offset_values, check_offsets, reads_values
 
 
 def check_jagged(op: str, name: str, values: Tensor, offsets_name: str, offsets: Tensor) -> None:
     """Raise unless ``values`` (T, ...) and ``offsets`` (B + 1,) form a jagged pair; reads data only on the CPU."""
     check_jagged_values(op, name, values)
     check_offsets(op, offsets_name, offsets, values)
-    check_on_cpu(op, offsets_name, offsets, values.shape[0])
+    check_values_of_offsets(op, offsets_name, offsets, values.shape[0])
 
 
 def check_jagged_values(op: str, name: str, values: Tensor) -> None:
@@ -22,10 +22,17 @@ def check_jagged_values(op: str, name: str, values: Tensor) -> None:
         raise ValueError(f"{op}: `{name}` must have shape (T, ...), got (); pack the rows along dim 0 first.")
 
 
-def check_on_cpu(op: str, name: str, offsets: Tensor, total: int) -> None:
-    """Raise on offsets that do not rise from 0 to ``total``; costs nothing on the CPU, so it is done there always."""
+def can_read(x: Tensor) -> bool:
+    """Whether values are checked: always on the CPU, where it costs nothing, on CUDA only while debugging."""
     # A traced program cannot branch on data.
-    if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+    return not torch.compiler.is_compiling() and (
+        x.device.type == "cpu" or (x.device.type == "cuda" and reads_values(validate=False))
+    )
+
+
+def check_values_of_offsets(op: str, name: str, offsets: Tensor, total: int) -> None:
+    """Raise on offsets that do not rise from 0 to ``total``, where they can be read."""
+    if can_read(offsets):
         check_offset_values(op, name, offsets, total, "max_seqlen", total)
 
 

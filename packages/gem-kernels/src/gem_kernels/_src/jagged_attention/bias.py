@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gem_kernels._src.attention.pairing import Pairing, pair_sequences
-from gem_kernels._src.validate import check_float, check_tensor
+from gem_kernels._src.validate import DtypeError, check_float, check_tensor
 
 TIME_DTYPES = (torch.int32, torch.int64, torch.float32, torch.float64)
 BUCKETS_PER_OCTAVE = (1, 2, 4, 8)
@@ -122,7 +122,7 @@ def _check_times(op: str, name: str, times: Tensor, num_rows: int, like: Tensor,
             f"{op}: `{name}` must have shape ({num_rows},), one time per row of {of}, got {tuple(times.shape)}."
         )
     if times.dtype not in TIME_DTYPES:
-        raise TypeError(
+        raise DtypeError(
             f"{op}: `{name}` must be int32, int64, float32 or float64 seconds, got {times.dtype}; cast it first."
         )
     if times.device != like.device:
@@ -179,6 +179,6 @@ def check_bias(
     _check_times(op, "times_q", times_q, num_rows, q, "`q`" if num_rows == q.shape[0] else "the output")
     _check_times(op, "times_k", times_k, k.shape[0], k, "`k`")
     if times_q.dtype != times_k.dtype:
-        raise TypeError(
+        raise DtypeError(
             f"{op}: `times_k` must have the dtype of `times_q`, {times_q.dtype}, got {times_k.dtype}; cast one of them."
         )

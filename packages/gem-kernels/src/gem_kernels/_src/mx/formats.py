@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gem_kernels._src.validate import check_tensor
+from gem_kernels._src.validate import DtypeError, check_tensor
 
 BLOCK_SHAPES = ((1, 32), (32, 1), (32, 32))
 SCALE_MODES = ("rceil", "floor")
@@ -74,7 +74,7 @@ def check_input(op: str, x: Tensor) -> None:
     """Raise unless ``x`` is a matrix of a dtype that the casts read."""
     check_matrix(op, "x_hp", x)
     if x.dtype not in INPUT_DTYPES:
-        raise TypeError(
+        raise DtypeError(
             f"{op}: `x_hp` must be float32, bfloat16 or float16, got {x.dtype}; cast it first, "
             "which is then a second rounding."
         )
