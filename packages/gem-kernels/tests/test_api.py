@@ -62,7 +62,8 @@ SIGNATURES = {
     "window_size, num_targets, request_index, schedule, validate",
     "block_attention": "q, k, v, *, offsets, max_seqlen, block_size, scale, rotary, validate",
     "gdpa_norm_block": "q, k, v, *, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k, activation, pre_scale, "
-    "post_scale, norm_weight, norm_bias, rms_weight, query_residual, residual, eps, recompute, schedule, validate",
+    "post_scale, norm_weight, norm_bias, rms_weight, layer_norm, query_residual, rms_norm, residual, eps, recompute, "
+    "schedule, validate",
     "rmsnorm_linear": "x, weight, bias, *, norm_weight, eps",
     "linear_norm": "x, weight, bias, *, norm, norm_weight, norm_bias, eps",
     "jagged.lengths_to_offsets": "lengths",

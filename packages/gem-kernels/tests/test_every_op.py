@@ -72,9 +72,14 @@ def test_every_combination_of_flags_of_the_norm_block(weights, recompute):
     generator = torch.Generator().manual_seed(1)
     tables = {name: torch.randn(32, generator=generator, dtype=torch.float64) for name in weights}
     leaves = [t.requires_grad_() for t in (x.q, x.k, x.v, *tables.values())]
-    offsets = {"offsets_q": x.offsets_q, "offsets_k": x.offsets_k}
-    for query_residual, residual in itertools.product([True, False], repeat=2):
-        options = offsets | tables | {"query_residual": query_residual, "residual": residual, "activation": "silu"}
+    fixed = tables | {"offsets_q": x.offsets_q, "offsets_k": x.offsets_k, "activation": "silu"}
+    names = ("query_residual", "residual", "layer_norm", "rms_norm")
+    for flags in itertools.product([True, False], repeat=4):
+        options = fixed | dict(zip(names, flags, strict=True))
+        if (not flags[2] and {"norm_weight", "norm_bias"} & set(weights)) or (not flags[3] and "rms_weight" in weights):
+            with pytest.raises(ValueError, match=r"must be None without `(layer|rms)_norm`, got a tensor"):
+                gdpa_norm_block(x.q, x.k, x.v, **options, max_seqlen_q=9, max_seqlen_k=7)
+            continue
         bounds = {"max_seqlen_q": x.max_seqlen_q, "max_seqlen_k": x.max_seqlen_k, "recompute": recompute}
         out = gdpa_norm_block(x.q, x.k, x.v, **options, **bounds)
         gradients = reference.gdpa_norm_block_backward(x.do, x.q, x.k, x.v, **options)

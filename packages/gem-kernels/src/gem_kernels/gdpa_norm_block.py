@@ -9,14 +9,18 @@ Source: the GDPA block of Meta's GEM training posts and ads_model_kernel_library
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gem_kernels._src.attention.schedule import AttentionSchedule, check_schedule
 from gem_kernels._src.autocast import autocast_operands
 from gem_kernels._src.gdpa.names import ACTIVATION_NAMES
 from gem_kernels._src.gdpa_norm_block.op import NAME, gdpa_norm_block_op
 from gem_kernels._src.validate import check_attention, check_bool, check_same, check_scalar, check_tensor
+from gem_kernels.gdpa import gdpa
 
 __all__ = ["gdpa_norm_block"]
 
@@ -36,7 +40,9 @@ def gdpa_norm_block(
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
     rms_weight: Tensor | None = None,
+    layer_norm: bool = True,
     query_residual: bool = True,
+    rms_norm: bool = True,
     residual: bool = True,
     eps: float = 1e-5,
     recompute: bool = True,
@@ -66,8 +72,11 @@ def gdpa_norm_block(
         norm_weight: (H * D,), of the layer norm.
         norm_bias: (H * D,), of the layer norm.
         rms_weight: (H * D,), of the RMS norm.
-        query_residual: Add the layer norm's output to the attention's.
-        residual: Add q to the RMS norm's output.
+        layer_norm: Take the layer norm of q; without it n is q. With a norm left out this is a composition of
+            ``gem_kernels.gdpa`` and torch's norm, rounded between them and kept for the backward by torch.
+        query_residual: Add n to the attention's output.
+        rms_norm: Take the RMS norm of the sum.
+        residual: Add q to the result.
         eps: Added to the variance and to the mean square.
         recompute: Run the layer norm and the attention again in the backward. ``False`` keeps what they wrote, twice
             the size of q; results differ at most by the rounding of the sum before the RMS norm. Where every sequence
@@ -112,7 +121,15 @@ def gdpa_norm_block(
                 f"{NAME}: `{name}` must have shape (H * D,) = ({q.shape[1] * q.shape[2]},), got {tuple(x.shape)}."
             )
         check_same(NAME, {"q": q, name: x})
-    check_bool(NAME, query_residual=query_residual, residual=residual, recompute=recompute, validate=validate)
+    check_bool(NAME, layer_norm=layer_norm, query_residual=query_residual, rms_norm=rms_norm, residual=residual)
+    check_bool(NAME, recompute=recompute, validate=validate)
+    for flag, is_on, of_norm in (
+        ("layer_norm", layer_norm, ("norm_weight", "norm_bias")),
+        ("rms_norm", rms_norm, ("rms_weight",)),
+    ):
+        given = [name for name in of_norm if parameters[name] is not None]
+        if given and not is_on:
+            raise ValueError(f"{NAME}: `{given[0]}` must be None without `{flag}`, got a tensor; drop one of them.")
     token = None
     if schedule is not None:
         sides = (offsets_q, offsets_k, max_seqlen_q, max_seqlen_k)
@@ -123,6 +140,19 @@ def gdpa_norm_block(
         raise ValueError(f"{NAME}: `eps` must be >= 0, got {eps}.")
     if activation not in ACTIVATION_NAMES:
         raise ValueError(f"{NAME}: `activation` must be one of {', '.join(ACTIVATION_NAMES)}, got {activation!r}.")
+    if not (layer_norm and rms_norm):
+        batch = {
+            "offsets_q": offsets_q,
+            "offsets_k": offsets_k,
+            "max_seqlen_q": max_seqlen_q,
+            "max_seqlen_k": max_seqlen_k,
+            "activation": activation,
+            "pre_scale": pre_scale,
+            "post_scale": post_scale,
+            "schedule": schedule,
+            "validate": validate,
+        }
+        return _by_parts(q, k, v, batch, parameters, eps, layer_norm, query_residual, rms_norm, residual)
     out, *_ = gdpa_norm_block_op(
         q,
         k,
@@ -146,3 +176,30 @@ def gdpa_norm_block(
         recompute or not torch.is_grad_enabled(),
     )
     return out
+
+
+def _by_parts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: dict[str, Any],
+    parameters: dict[str, Tensor | None],
+    eps: float,
+    layer_norm: bool,
+    query_residual: bool,
+    rms_norm: bool,
+    residual: bool,
+) -> Tensor:
+    """The block without one of its norms: gdpa and torch's ops, one after the other."""
+    features = (q.shape[1] * q.shape[2],)
+    n = q
+    if layer_norm:
+        weight, bias = parameters["norm_weight"], parameters["norm_bias"]
+        # Autocast makes it float32.
+        n = functional.layer_norm(q.flatten(1), features, weight, bias, eps).to(q.dtype).view(q.shape)
+    out = gdpa(n, k, v, **batch)
+    if query_residual:
+        out = out + n
+    if rms_norm:
+        out = functional.rms_norm(out.flatten(1), features, parameters["rms_weight"], eps).to(q.dtype).view(q.shape)
+    return out + q if residual else out

@@ -36,18 +36,23 @@ def _inner(
     attention: dict[str, Any],
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
+    layer_norm: bool,
     query_residual: bool,
+    rms_norm: bool,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Layer norm before and after its affine part, its factors, and the RMS norm of the sum with its factors."""
-    unit, rstd = _normalize(q.flatten(1), "layer", eps)
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
+    """Layer norm before and after its affine part, its factors, and the RMS norm of the sum with its factors.
+
+    Without a norm its input and no factors.
+    """
+    unit, rstd = _normalize(q.flatten(1), "layer", eps) if layer_norm else (q.flatten(1), None)
     normed = _scale(unit, norm_weight)
     if norm_bias is not None:
         normed = normed + norm_bias
     total = gdpa(normed.view(q.shape), k, v, **attention).flatten(1)
     if query_residual:
         total = total + normed
-    inner, rrms = _normalize(total, "rms", eps)
+    inner, rrms = _normalize(total, "rms", eps) if rms_norm else (total, None)
     return unit, rstd, normed, inner, rrms
 
 
@@ -64,7 +69,9 @@ def gdpa_norm_block(
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
     rms_weight: Tensor | None = None,
+    layer_norm: bool = True,
     query_residual: bool = True,
+    rms_norm: bool = True,
     residual: bool = True,
     eps: float = 1e-5,
 ) -> Tensor:
@@ -76,7 +83,7 @@ def gdpa_norm_block(
         "pre_scale": pre_scale,
         "post_scale": post_scale,
     }
-    *_, inner, _ = _inner(q, k, v, attention, norm_weight, norm_bias, query_residual, eps)
+    *_, inner, _ = _inner(q, k, v, attention, norm_weight, norm_bias, layer_norm, query_residual, rms_norm, eps)
     out = _scale(inner, rms_weight).view(q.shape)
     return out + q if residual else out
 
@@ -95,7 +102,9 @@ def gdpa_norm_block_backward(
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
     rms_weight: Tensor | None = None,
+    layer_norm: bool = True,
     query_residual: bool = True,
+    rms_norm: bool = True,
     residual: bool = True,
     eps: float = 1e-5,
 ) -> GDPANormBlockGradients:
@@ -107,9 +116,11 @@ def gdpa_norm_block_backward(
         "pre_scale": pre_scale,
         "post_scale": post_scale,
     }
-    unit, rstd, normed, inner, rrms = _inner(q, k, v, attention, norm_weight, norm_bias, query_residual, eps)
+    unit, rstd, normed, inner, rrms = _inner(
+        q, k, v, attention, norm_weight, norm_bias, layer_norm, query_residual, rms_norm, eps
+    )
     dout = do.flatten(1)
-    dtotal = _normalize_backward(_scale(dout, rms_weight), inner, rrms, "rms")
+    dtotal = dout if rrms is None else _normalize_backward(_scale(dout, rms_weight), inner, rrms, "rms")
     dnormed, dk, dv = gdpa_backward(
         dtotal.view(q.shape),
         normed.view(q.shape),
@@ -120,7 +131,7 @@ def gdpa_norm_block_backward(
     dnormed = dnormed.flatten(1)
     if query_residual:
         dnormed = dnormed + dtotal
-    dq = _normalize_backward(_scale(dnormed, norm_weight), unit, rstd, "layer")
+    dq = dnormed if rstd is None else _normalize_backward(_scale(dnormed, norm_weight), unit, rstd, "layer")
     if residual:
         dq = dq + dout
     return GDPANormBlockGradients(
