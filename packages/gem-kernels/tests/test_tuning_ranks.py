@@ -139,7 +139,7 @@ def warm_without_a_gpu(arguments):
     torch.cuda.get_device_name = lambda device=None: "NVIDIA H200"
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     default, fast = TileConfig(**DEFAULT), TileConfig(**FAST)
-    kernels_of = {128: "default", 64: "fast"}
+    kernels_of = {default.block_m: "default", fast.block_m: "fast"}
     launched = []
 
     def tune_in_a_process(path, cases, device):

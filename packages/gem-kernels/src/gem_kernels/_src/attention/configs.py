@@ -133,13 +133,20 @@ def override(kernel: Kernel, config: TileConfig) -> AbstractContextManager[None]
 
 
 def select_from(
-    kernel: Kernel, head_dim: int, dtype: torch.dtype, capability: tuple[int, int], *, large: Table, small: Table
+    kernel: Kernel,
+    head_dim: int,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    *,
+    hopper: Table,
+    large: Table,
+    small: Table,
 ) -> TileConfig:
-    """The entry for a head dim: from ``large`` where a block has 227 KiB of shared memory, else from ``small``."""
+    """The entry for a head dim: from ``hopper`` there, else from ``large`` where a block has 227 KiB, or ``small``."""
     if kernel in _override:
         return _override[kernel]
-    is_large = shared_memory_bytes(capability) >= 227 * 1024
-    sizes = (_FLOAT32 if dtype == torch.float32 else large if is_large else small)[kernel]
+    half = hopper if capability == (9, 0) else large if shared_memory_bytes(capability) >= 227 * 1024 else small
+    sizes = (_FLOAT32 if dtype == torch.float32 else half)[kernel]
     for limit, (block_m, block_n, num_warps, num_stages) in sizes.items():
         if head_dim <= limit:
             return TileConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)

@@ -98,7 +98,8 @@ def candidates_digest() -> str:
     from gem_kernels._src.jagged_attention import configs as jagged_attention
     from gem_kernels._src.norm_linear import configs as norm_linear
 
-    tables = (CANDIDATES, gdpa.LARGE, jagged_attention.LARGE, norm_linear.LARGE, norm_linear.CANDIDATES)
+    attention = (CANDIDATES, gdpa.HOPPER, gdpa.LARGE, jagged_attention.HOPPER, jagged_attention.LARGE)
+    tables = (*attention, norm_linear.LARGE, norm_linear.CANDIDATES)
     return hashlib.sha256(repr(tables).encode()).hexdigest()[:16]
 
 
