@@ -21,8 +21,8 @@ from gem_kernels.testing import assert_matches_oracle, attention_inputs, random_
 def test_tensors_on_the_cpu_take_the_portable_kernel():
     x = attention_inputs((3,), head_dim=128, dtype=torch.bfloat16)
     pairing = pair_sequences(x.q, x.offsets_q, x.offsets_k, None, x.max_seqlen_q, -1, -1)
-    assert not hopper_launch.applies(x.q, x.k, x.v, pairing, -1, -1, Bias())
-    assert not hopper_launch.backward_applies(x.q, x.k, x.v, pairing, x.max_seqlen_k, -1, -1, Bias())
+    assert not hopper_launch.applies(x.q, x.k, x.v, pairing, Bias())
+    assert not hopper_launch.backward_applies(x.q, x.k, x.v, pairing, x.max_seqlen_k, Bias())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,8 @@ SELECTION = [
     SelectionCase(id="float16", forward=True, dtype=torch.float16),
     SelectionCase(id="short-queries", length_q=127),
     SelectionCase(id="short-keys", forward=True, length_k=127),
-    SelectionCase(id="head-dim", head_dim=64),
+    SelectionCase(id="narrow-heads", backward=True, head_dim=64),
+    SelectionCase(id="head-dim", head_dim=96),
     SelectionCase(id="bias", bias=True),
 ]
 
@@ -53,8 +54,8 @@ def test_beyond_what_every_hopper_kernel_asks_these_want_whole_tiles_without_a_b
     x = attention_inputs((case.length_q,), (case.length_k,), head_dim=case.head_dim, dtype=case.dtype)
     pairing = pair_sequences(x.q, x.offsets_q, x.offsets_k, None, x.max_seqlen_q, -1, -1)
     bias = Bias(position=torch.zeros(x.q.shape[1], 3)) if case.bias else Bias()
-    assert hopper_launch.applies(x.q, x.k, x.v, pairing, -1, -1, bias) == case.forward
-    backward = hopper_launch.backward_applies(x.q, x.k, x.v, pairing, x.max_seqlen_k, -1, -1, bias)
+    assert hopper_launch.applies(x.q, x.k, x.v, pairing, bias) == case.forward
+    backward = hopper_launch.backward_applies(x.q, x.k, x.v, pairing, x.max_seqlen_k, bias)
     assert backward == case.backward
 
 
@@ -109,19 +110,17 @@ def test_the_backward_launches_give_every_argument_of_the_kernels_its_place(reco
     saved = (out, lse, x.offsets_q, x.offsets_k)
     dq, dk, dv = hopper_launch.launch_hopper_backward(x.do, None, x.q, x.k, x.v, *saved, 0.5)
     for given in recorded:
-        check_descriptors(given, {"q": x.q, "do": x.do}, {"q": 64, "do": 64})
         assert given["num_chunks_ptr"].shape == (1,)
         assert (given["GROUP"], given["programs"], given["ds_scale"]) == (2, 132, 0.5)
         assert given["scale_log2"] == pytest.approx(0.5 * math.log2(math.e))
+        assert not given["HAS_WINDOW"]
     of_keys, of_queries = recorded
-    tiles = {"k": x.k, "v": x.v, "dk": dk, "dv": dv}
-    check_descriptors(of_keys, tiles, {"k": 128, "v": 128, "dk": 64, "dv": 64})
-    assert of_keys["dk_ptr"] is dk
-    assert of_keys["dv_ptr"] is dv
-    assert (of_keys["stride_dt"], of_keys["num_heads_kv"], of_keys["chunks_ptr"].shape[0]) == (256, 2, 70)
-    check_descriptors(of_queries, {"k": x.k, "v": x.v, "dq": dq}, {"k": 64, "v": 64, "dq": 64})
-    assert of_queries["dq_ptr"] is dq
-    assert (of_queries["stride_dt"], of_queries["num_heads"], of_queries["chunks_ptr"].shape[0]) == (512, 4, 130)
+    tiles = {"q": x.q, "do": x.do, "q_end": x.q, "do_end": x.do, "k": x.k, "v": x.v, "dk": dk, "dv": dv}
+    check_descriptors(of_keys, tiles, dict.fromkeys(tiles, 64), ("q_end", "do_end", "dk", "dv"))
+    assert (of_keys["num_heads_kv"], of_keys["chunks_ptr"].shape[0]) == (2, 70)
+    tiles = {"q": x.q, "do": x.do, "k": x.k, "v": x.v, "k_end": x.k, "v_end": x.v, "dq": dq}
+    check_descriptors(of_queries, tiles, dict.fromkeys(tiles, 64), ("k_end", "v_end", "dq"))
+    assert (of_queries["num_heads"], of_queries["chunks_ptr"].shape[0]) == (4, 130)
     assert of_keys["stats_ptr"] is of_queries["stats_ptr"]
     assert of_keys["stats_ptr"].shape == (8, 144)
     assert of_keys["stride_s"] == of_queries["stride_s"] == 144
@@ -435,10 +434,8 @@ def test_gpu_hopper_agrees_with_the_portable_kernel_and_with_itself(launches, fo
 def test_gpu_calls_that_the_hopper_kernels_do_not_serve_take_the_portable_ones(launches):
     lengths = (130, 3)
     x = attention_inputs(lengths, head_dim=128, dtype=torch.bfloat16, device="cuda")
-    call(x, window_size=(5, 5))
-    call(x, causal=True)
     call(x, position_bias=torch.zeros(x.q.shape[1], 3, device="cuda"))
-    for other in ({"head_dim": 64}, {"head_dim": 128, "head_dim_v": 64}, {"head_dim": 128, "contiguous": False}):
+    for other in ({"head_dim": 96}, {"head_dim": 128, "head_dim_v": 64}, {"head_dim": 128, "contiguous": False}):
         call(attention_inputs(lengths, dtype=torch.bfloat16, device="cuda", **other))
     call(attention_inputs(lengths, head_dim=128, dtype=torch.float32, device="cuda"))
     call(attention_inputs((127, 3), head_dim=128, dtype=torch.bfloat16, device="cuda"))

@@ -155,9 +155,10 @@ def _launch(
     left, right = clamp_window(left, right)
     bias = (bias or Bias()).tables(torch.float32)
     pairing = pair_with_bias(q, offsets_q, offsets_k, request_index, max_seqlen_q, left, right, bias)
-    if hopper_launch.backward_applies(q, k, v, pairing, max_seqlen_k, left, right, bias):
+    if hopper_launch.backward_applies(q, k, v, pairing, max_seqlen_k, bias):
         offsets = (pairing.offsets_q, pairing.offsets_k)
-        return hopper_launch.launch_hopper_backward(do, dlse, q, k, v, out, lse, *offsets, scale)
+        places = empty_thirds(q) if (left >= 0 or right >= 0) and are_thirds(q, k, v) else None
+        return hopper_launch.launch_hopper_backward(do, dlse, q, k, v, out, lse, *offsets, scale, left, right, places)
     shared = call_flags(q, k, v, left, right) | bias.flags()
     with device_guard(q):
         if few_queries(q, k, v, pairing, left, right, bias):

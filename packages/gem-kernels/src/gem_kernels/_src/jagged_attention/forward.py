@@ -236,8 +236,12 @@ def launch_forward(
         return out, lse
     left, right = clamp_window(left, right)
     pairing = pair_with_bias(q, offsets_q, offsets_k, request_index, max_seqlen_q, left, right, bias)
-    if hopper_launch.applies(q, k, v, pairing, left, right, bias):
-        hopper_launch.launch_hopper_forward(out, lse, q, k, v, pairing.offsets_q, pairing.offsets_k, scale)
+    if hopper_launch.applies(q, k, v, pairing, bias):
+        call = (out, lse, q, k, v, pairing.offsets_q, pairing.offsets_k, scale)
+        if left >= 0 or right >= 0:
+            hopper_launch.launch_hopper_window_forward(*call, left, right)
+        else:
+            hopper_launch.launch_hopper_forward(*call)
         return out, lse
     config = select("forward", max(dim, dim_v), q.dtype, capability_of(q), has_bias=bias.is_set)
     config = fit_pairs("forward", config, max(dim, dim_v), pairing, left, right, bias)

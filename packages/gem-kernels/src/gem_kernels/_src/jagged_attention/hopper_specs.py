@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from gem_kernels._src.attention.hopper.schedule import BLOCK, OTHERS
 from gem_kernels._src.attention.hopper.specs import hopper_spec
+from gem_kernels._src.attention.hopper.window_schedule import _window_schedule_kernel
 from gem_kernels._src.compile_spec import CompileSpec
 from gem_kernels._src.jagged_attention.hopper_launch import (
+    BACKWARD_HEAD_DIMS,
     BLOCK_N,
     DKDV_STAGES,
     DQ_BLOCK_N,
@@ -17,6 +20,8 @@ from gem_kernels._src.jagged_attention.hopper_launch import (
     HEAD_DIM,
     ONEPASS_STAGES,
     STAGES,
+    WINDOW_BLOCK_N,
+    WINDOW_STAGES,
 )
 from gem_kernels._src.jagged_attention.hopper_stats import BLOCK_R, _jagged_attention_hopper_stats_kernel
 from gem_kernels._src.jagged_attention.hopper_units import (
@@ -29,21 +34,18 @@ def compile_specs() -> Sequence[CompileSpec]:
     """The forward in both dtypes, the backward's two forms in bfloat16, all also with grouped heads."""
     # Imported here: only the compile test and CUDA launches need Gluon.
     from gem_kernels._src.attention.hopper.tiles import ROWS, TILE_ROWS
-    from gem_kernels._src.jagged_attention.hopper_backward import (
-        _jagged_attention_hopper_dkdv_kernel,
-        _jagged_attention_hopper_dq_kernel,
-    )
     from gem_kernels._src.jagged_attention.hopper_forward import _jagged_attention_hopper_fwd_kernel
     from gem_kernels._src.jagged_attention.hopper_onepass import _jagged_attention_hopper_onepass_kernel
+    from gem_kernels._src.jagged_attention.hopper_window_forward import _jagged_attention_hopper_window_fwd_kernel
 
-    key_tile = (1, 1, BLOCK_N, HEAD_DIM)
+    key_tile, row_tile = (1, 1, BLOCK_N, HEAD_DIM), (1, 1, ROWS, HEAD_DIM)
     specs = [
         hopper_spec(
             f"hopper-forward-{name}-group{group}{'-rests' if rests else ''}",
             _jagged_attention_hopper_fwd_kernel,
             name,
             HEAD_DIM,
-            {"q_desc": ROWS, "k_desc": key_tile, "v_desc": key_tile, "out_desc": (1, 1, ROWS, HEAD_DIM)},
+            {"q_desc": ROWS, "k_desc": key_tile, "v_desc": key_tile, "out_desc": row_tile},
             {
                 "RESTS": rests,
                 "GROUP": group,
@@ -58,31 +60,22 @@ def compile_specs() -> Sequence[CompileSpec]:
         for name, group in (("bf16", 1), ("bf16", 4), ("fp16", 1))
         for rests in (False, True)
     ]
+    window_tile = (1, 1, WINDOW_BLOCK_N, HEAD_DIM)
+    for name, group in (("bf16", 1), ("bf16", 4), ("fp16", 1)):
+        spec = hopper_spec(
+            f"hopper-window-forward-{name}-group{group}",
+            _jagged_attention_hopper_window_fwd_kernel,
+            name,
+            HEAD_DIM,
+            {"q_desc": ROWS, "k_desc": window_tile, "v_desc": window_tile, "out_desc": row_tile},
+            {"GROUP": group, "STAGES": WINDOW_STAGES, "BLOCK_N": WINDOW_BLOCK_N, "D": HEAD_DIM, "num_warps": 4},
+            max_spill_bytes=0,
+        )
+        specs.append(replace(spec, signature={**spec.signature, "shifts_ptr": "*i32"}))
+    for dim, group, window in itertools.product(BACKWARD_HEAD_DIMS, (1, 4), (False, True)):
+        if dim == HEAD_DIM or group == 1:
+            specs += _backward_specs(dim, group, window=window)
     for group in (1, 4):
-        common = {"GROUP": group, "D": HEAD_DIM, "num_warps": 4}
-        backward = [
-            hopper_spec(
-                f"hopper-dkdv-bf16-group{group}",
-                _jagged_attention_hopper_dkdv_kernel,
-                "bf16",
-                HEAD_DIM,
-                {"q_desc": ROWS, "do_desc": ROWS, "k_desc": TILE_ROWS, "v_desc": TILE_ROWS}
-                | {"dk_desc": ROWS, "dv_desc": ROWS},
-                {**common, "STAGES": DKDV_STAGES},
-                # In the cleaner, and between units of work; 72 bytes with ptxas 12.8, and 80 in dq.
-                max_spill_bytes=128,
-            ),
-            hopper_spec(
-                f"hopper-dq-bf16-group{group}",
-                _jagged_attention_hopper_dq_kernel,
-                "bf16",
-                HEAD_DIM,
-                {"q_desc": ROWS, "do_desc": ROWS, "k_desc": DQ_BLOCK_N, "v_desc": DQ_BLOCK_N, "dq_desc": ROWS},
-                {**common, "STAGES": DQ_STAGES, "BLOCK_N": DQ_BLOCK_N},
-                max_spill_bytes=112,
-            ),
-        ]
-        specs += [replace(spec, signature={**spec.signature, "stats_ptr": "*fp32"}) for spec in backward]
         onepass = hopper_spec(
             f"hopper-onepass-bf16-group{group}",
             _jagged_attention_hopper_onepass_kernel,
@@ -90,7 +83,7 @@ def compile_specs() -> Sequence[CompileSpec]:
             HEAD_DIM,
             {"q_desc": ROWS, "do_desc": ROWS, "k_desc": TILE_ROWS, "v_desc": TILE_ROWS}
             | {"dk_desc": ROWS, "dv_desc": ROWS},
-            {**common, "STAGES": ONEPASS_STAGES},
+            {"GROUP": group, "D": HEAD_DIM, "num_warps": 4, "STAGES": ONEPASS_STAGES},
             # In the roles of one warp, and between units of work; 136 bytes with ptxas 12.8.
             max_spill_bytes=320,
         )
@@ -101,11 +94,51 @@ def compile_specs() -> Sequence[CompileSpec]:
         names = [name for name in _jagged_attention_hopper_onepass_kernel.arg_names if name not in onepass.constexprs]
         specs.append(replace(onepass, signature={name: types.get(name) or onepass.signature[name] for name in names}))
     specs += [_stats_spec(has_dlse) for has_dlse in (True, False)]
-    return specs + _onepass_helpers()
+    return specs + _helpers()
 
 
-def _onepass_helpers() -> list[CompileSpec]:
-    """What is launched before and behind the backward in one kernel."""
+def _backward_specs(dim: int, group: int, *, window: bool) -> list[CompileSpec]:
+    """The two kernels of the backward."""
+    from gem_kernels._src.attention.hopper.tiles import ROWS
+    from gem_kernels._src.jagged_attention.hopper_backward import (
+        _jagged_attention_hopper_dkdv_kernel,
+        _jagged_attention_hopper_dq_kernel,
+    )
+
+    common = {"GROUP": group, "D": dim, "HAS_WINDOW": window, "num_warps": 4}
+    suffix = f"{dim}-group{group}{'-window' if window else ''}"
+    row_tile, key_tile = (1, 1, ROWS, dim), (1, 1, DQ_BLOCK_N, dim)
+    of_keys: dict[str, int | tuple[int, ...]] = dict.fromkeys(("q_desc", "do_desc", "k_desc", "v_desc"), ROWS)
+    of_keys |= dict.fromkeys(("q_end_desc", "do_end_desc", "dk_desc", "dv_desc"), row_tile)
+    of_queries: dict[str, int | tuple[int, ...]] = {"q_desc": ROWS, "do_desc": ROWS, "dq_desc": row_tile}
+    of_queries |= {"k_desc": DQ_BLOCK_N, "v_desc": DQ_BLOCK_N, "k_end_desc": key_tile, "v_end_desc": key_tile}
+    specs = [
+        hopper_spec(
+            f"hopper-dkdv-bf16-{suffix}",
+            _jagged_attention_hopper_dkdv_kernel,
+            "bf16",
+            dim,
+            of_keys,
+            {**common, "STAGES": DKDV_STAGES[dim]},
+            # Between units of work, with ptxas 12.8.
+            max_spill_bytes=0 if dim < HEAD_DIM else 112 if window else 32,
+        ),
+        hopper_spec(
+            f"hopper-dq-bf16-{suffix}",
+            _jagged_attention_hopper_dq_kernel,
+            "bf16",
+            dim,
+            of_queries,
+            {**common, "STAGES": DQ_STAGES[dim], "BLOCK_N": DQ_BLOCK_N},
+            max_spill_bytes=0,
+        ),
+    ]
+    types = {"stats_ptr": "*fp32", "shifts_ptr": "*i32"}
+    return [replace(spec, signature={**spec.signature, **types}) for spec in specs]
+
+
+def _helpers() -> list[CompileSpec]:
+    """Units of work of windows, and what is launched before and behind the backward in one kernel."""
     from gem_kernels._src.attention.hopper.tiles import TILE_ROWS
     from gem_kernels._src.jagged_attention.hopper_onepass import FINISH_ROWS, _jagged_attention_hopper_finish_kernel
 
@@ -118,6 +151,16 @@ def _onepass_helpers() -> list[CompileSpec]:
             _jagged_attention_hopper_order_kernel,
             {**offsets, "order_ptr": "*i32", **count},
             {"SORTED": is_sorted, "BLOCK": BLOCK, "OTHERS": OTHERS // 2},
+        )
+        for is_sorted in (True, False)
+    ]
+    kernels += [
+        (
+            f"hopper-window-schedule{'-sorted' if is_sorted else ''}",
+            _window_schedule_kernel,
+            {"offsets_ptr": "*i64", "other_offsets_ptr": "*i64", "chunks_ptr": "*i32", "num_chunks_ptr": "*i32"}
+            | {"shifts_ptr": "*i32", "left": "i32", "right": "i32", "tile_rows": "i32", **count},
+            {"SORTED": is_sorted, "BLOCK": BLOCK, "OTHERS": OTHERS},
         )
         for is_sorted in (True, False)
     ]
