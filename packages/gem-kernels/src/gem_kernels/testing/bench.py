@@ -127,15 +127,16 @@ def measure(
     return result
 
 
-def _capture(function: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
-    """A graph of one call; None where it cannot be captured, which is printed, or on the default stream."""
+def _capture(function: Callable[[], object], calls: int = 1) -> torch.cuda.CUDAGraph | None:
+    """A graph of some calls; None where they cannot be captured, which is printed, or on the default stream."""
     if torch.cuda.current_stream() == torch.cuda.default_stream():
         return None
     graph = torch.cuda.CUDAGraph()
     try:
         graph.capture_begin()
         try:
-            function()
+            for _ in range(calls):
+                function()
         finally:
             graph.capture_end()
     except RuntimeError as error:
@@ -145,13 +146,13 @@ def _capture(function: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
 
 
 class _Slice:
-    """The calls of one provider in one round."""
+    """The calls of one provider in one round: as many launches, of some calls each."""
 
-    def __init__(self, function: Callable[[], object], calls: int, device: torch.device) -> None:
-        self.calls = calls
+    def __init__(self, function: Callable[[], object], launches: int, calls: int, device: torch.device) -> None:
+        self.calls = launches * calls
         if device.type != "cuda":
             start = time.perf_counter()
-            for _ in range(calls):
+            for _ in range(launches):
                 function()
             self._seconds = time.perf_counter() - start
             return
@@ -161,7 +162,7 @@ class _Slice:
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before = stamp(device)
         first.record()
-        for _ in range(calls):
+        for _ in range(launches):
             function()
         last.record()
         self._events, self._stamps = (first, last), (before, stamp(device))
@@ -186,12 +187,13 @@ def measure_rounds(
 ) -> dict[str, Timing]:
     """Time the providers in ``repeats`` rounds without a pause, each round in another random order.
 
-    In a round, a provider is called again and again for about ``slice_ms``, once at least. On CUDA the calls come from
-    a graph where they can be captured and the current stream is not the default one; the caches are cold where the
-    work is larger than they are.
+    In a round, a provider is called again and again for about ``slice_ms``, once at least. On CUDA the calls are one
+    graph where they can be captured and the current stream is not the default one, so that none waits for the launch
+    of another; the caches are cold where the work is larger than they are.
     """
     on_cuda = device.type == "cuda"
-    functions, calls, peaks = {}, {}, {}
+    functions, launches, peaks = {}, {}, {}
+    calls_of_launch = dict.fromkeys(providers, 1)
     for name, function in providers.items():
         for _ in range(warmup):
             function()
@@ -199,14 +201,17 @@ def measure_rounds(
         graph = _capture(function) if on_cuda else None
         functions[name] = function if graph is None else graph.replay
         once = _time_once(functions[name], torch.empty(1, device=device) if on_cuda else None)
-        calls[name] = max(1, round(slice_ms / once))
+        launches[name] = max(1, round(slice_ms / once))
+        whole = None if graph is None or launches[name] == 1 else _capture(function, launches[name])
+        if whole is not None:
+            functions[name], calls_of_launch[name], launches[name] = whole.replay, launches[name], 1
     found: dict[str, list[tuple[float, float | None]]] = {name: [] for name in providers}
     for i in range(repeats):
         order = list(functions)
         random.Random(seed + i).shuffle(order)
         # Not timed: the device is busy while the host issues what follows.
         functions[order[-1]]()
-        slices = {name: _Slice(functions[name], calls[name], device) for name in order}
+        slices = {name: _Slice(functions[name], launches[name], calls_of_launch[name], device) for name in order}
         if on_cuda:
             torch.cuda.synchronize()
         for name, piece in slices.items():
