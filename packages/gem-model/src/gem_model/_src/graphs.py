@@ -1,8 +1,8 @@
 """CUDA graphs of functions that run one after the other, one forward and one backward each.
 
-`torch.cuda.make_graphed_callables` does as much. It keeps the autograd graphs of what it has captured, and with them
-each parameter's node for gradients, tied to the stream of the capture: every later backward pass then crosses streams
-once for each parameter, and says so in a warning.
+`torch.cuda.make_graphed_callables` does as much. It keeps the autograd graphs of its last warm-up and of what it has
+captured, and with them nodes of parameters that belong to other streams than those of later passes, of which autograd
+warns.
 """
 
 from __future__ import annotations
