@@ -1,11 +1,19 @@
 """Hopper's backward of the attention of the block in Gluon: one kernel where all keys of a sequence fit in one tile.
 
 A unit of work is one sequence and head with all its query rows, 64 at a time, so one program makes the gradients of
-queries, keys and values whole: nothing is added to what another writes, and scores are made once. Two consumers own 64
-keys each and take the products transposed, keys by queries, so that activated scores and score gradients are left
-operands in registers. For the gradient of the queries, which sums over all keys, they exchange the score gradients
-through shared memory, and each makes half of its columns. On the way out it adds the gradient that the query rows get
-from the sum before the RMS norm, which lies in shared memory as the output's gradient.
+queries, keys and values whole: nothing is added to what another writes, and scores are made once.
+
+* Two consumers own 64 keys each and take the products transposed, keys by queries, so that activated scores and score
+  gradients are left operands in registers. They sum the gradients of their keys and values, and put the score gradients
+  into shared memory.
+* A third warpgroup, of the rows, multiplies these by all keys: the gradient of the queries. It adds the gradient that
+  the query rows get from the sum before the RMS norm, which lies in shared memory as the output's gradient, and writes
+  both.
+* A warp copies tiles, whose rows behind a sequence are zeros, so that no product needs a mask.
+
+The consumers never wait for each other. Their accumulators take half of the multiprocessor's registers, and what is
+left decides the order of products in a tile: gradients of scores are made when the scores are gone. With more in
+flight, ptxas has too few registers and lets no product run beside another.
 """
 
 from __future__ import annotations
@@ -26,12 +34,13 @@ from gem_kernels._src.attention.hopper.tiles import (
     ROWS,
     TILE_ROWS,
     allocate_barriers,
+    copy_rows,
     load_chunk,
+    load_rows,
     num_key_tiles,
-    store_tile,
-    tma_load,
-    zero_rows,
+    write_rows,
 )
+from gem_kernels._src.gdpa.hopper_activation import times_pairs
 
 _TILE_ROWS = gl.constexpr(TILE_ROWS)
 _ROWS = gl.constexpr(ROWS)
@@ -77,241 +86,234 @@ def order_kernel(
 
 @gluon.jit
 def _produce(
-    x_desc, do_desc, k_desc, v_desc, chunks_ptr, x_ring, do_ring, k_tiles, v_tiles, ready, empty, raw, kv_raw, kv_empty,
-    num_works, num_heads, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, D: gl.constexpr,
+    x_desc, do_desc, k_desc, v_desc, chunks_ptr, x_ring, do_ring, k_tiles, v_tiles, x_ready, do_ready, empty, k_ready,
+    v_ready, kv_empty, num_works, num_heads, STAGES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    stage = 0
-    index = 0
-    for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
-        first_q, len_q, first_k, _len_k = load_chunk(chunks_ptr, work, num_heads)
-        channel = (work % num_heads) * D
-        num_tiles = num_key_tiles(len_q, _ROWS)
-        for i in range(num_tiles):
-            s = stage % STAGES
-            mbarrier.wait(empty.index(s), ((stage // STAGES) & 1) ^ 1)
-            if i == num_tiles - 1:
-                # A sequence has at least one tile: no barrier of the cleaner is taken again before the ring moved on.
-                r = index % STAGES
-                mbarrier.expect(raw.index(r), 2 * _ROWS * D * 2)
-                tma_load(x_desc, [first_q + i * _ROWS, channel], raw.index(r), x_ring.index(s))
-                tma_load(do_desc, [first_q + i * _ROWS, channel], raw.index(r), do_ring.index(s))
-            else:
-                mbarrier.expect(ready.index(s), 2 * _ROWS * D * 2)
-                tma_load(x_desc, [first_q + i * _ROWS, channel], ready.index(s), x_ring.index(s))
-                tma_load(do_desc, [first_q + i * _ROWS, channel], ready.index(s), do_ring.index(s))
-            if i == 0:
-                # Behind the first tile, which need not wait for the end of the sequence before.
-                slot = index % KV_STAGES
-                mbarrier.wait(kv_empty.index(slot), ((index // KV_STAGES) & 1) ^ 1)
-                mbarrier.expect(kv_raw.index(slot), 2 * _TILE_ROWS * D * 2)
-                tma_load(k_desc, [first_k, channel], kv_raw.index(slot), k_tiles.index(slot))
-                tma_load(v_desc, [first_k, channel], kv_raw.index(slot), v_tiles.index(slot))
-            stage += 1
-        index += 1  # noqa: SIM113
-
-
-@gluon.jit
-def _clean(
-    chunks_ptr, x_ring, do_ring, k_tiles, v_tiles, ready, raw, kv_ready, kv_raw, num_works, num_heads,
-    STAGES: gl.constexpr, KV_STAGES: gl.constexpr, D: gl.constexpr,
-):  # fmt: skip
-    """Zero the rows behind a sequence in its tile of keys and in its last tile of queries."""
-    stage = 0
-    index = 0
-    for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
-        _first_q, len_q, _first_k, len_k = load_chunk(chunks_ptr, work, num_heads)
-        slot = index % KV_STAGES
-        mbarrier.wait(kv_raw.index(slot), (index // KV_STAGES) & 1)
-        if len_k < _TILE_ROWS:
-            zero_rows(k_tiles.index(slot), len_k, _TILE_ROWS, D)
-            zero_rows(v_tiles.index(slot), len_k, _TILE_ROWS, D)
-            fence_async_shared()
-        mbarrier.arrive(kv_ready.index(slot), count=1)
-        num_tiles = num_key_tiles(len_q, _ROWS)
-        rest = len_q - (num_tiles - 1) * _ROWS
-        s = (stage + num_tiles - 1) % STAGES
-        mbarrier.wait(raw.index(index % STAGES), (index // STAGES) & 1)
-        if rest < _ROWS:
-            zero_rows(x_ring.index(s), rest, _ROWS, D)
-            zero_rows(do_ring.index(s), rest, _ROWS, D)
-            fence_async_shared()
-        mbarrier.arrive(ready.index(s), count=1)
-        stage += num_tiles
-        index += 1  # noqa: SIM113
-
-
-@gluon.jit
-def _consume(
-    dx_desc, dk_desc, dv_desc, dx_ptr, dk_ptr, dv_ptr, stride_dxt, stride_dkt, chunks_ptr, x_ring, do_ring, k_tiles,
-    v_tiles, ds_tile, out_tiles, ready, empty, kv_ready, kv_empty, ds_ready, ds_empty, num_works, num_heads, pre_scale,
-    dv_scale, ds_scale, ACTIVATION: gl.constexpr, ACTIVATION_DERIVATIVE: gl.constexpr, HAS_PRE_SCALE: gl.constexpr,
-    ADD: gl.constexpr, W: gl.constexpr, STAGES: gl.constexpr, KV_STAGES: gl.constexpr, D: gl.constexpr,
-):  # fmt: skip
-    dtype: gl.constexpr = x_ring.dtype
-    HALF: gl.constexpr = D // 2
-    scores_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, _ROWS, 16]
-    )
-    out_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
-    half_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16]
-    )
-    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
-    zeros = gl.zeros([_ROWS, _ROWS], gl.float32, scores_layout)
-    half_zeros = gl.zeros([_ROWS, HALF], gl.float32, half_layout)
-    out_tile = out_tiles.index(W)
     stage = 0
     index = 0
     for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
         first_q, len_q, first_k, len_k = load_chunk(chunks_ptr, work, num_heads)
         channel = (work % num_heads) * D
-        slot = index % KV_STAGES
-        k = k_tiles.index(slot).slice(W * _ROWS, _ROWS, dim=0)
-        v = v_tiles.index(slot).slice(W * _ROWS, _ROWS, dim=0)
-        k_half = k_tiles.index(slot).slice(W * HALF, HALF, dim=1)
-        dk = gl.zeros([_ROWS, D], gl.float32, out_layout)
-        dv = gl.zeros([_ROWS, D], gl.float32, out_layout)
-        mbarrier.wait(kv_ready.index(slot), (index // KV_STAGES) & 1)
         for i in range(num_key_tiles(len_q, _ROWS)):
             s = stage % STAGES
-            mbarrier.wait(ready.index(s), (stage // STAGES) & 1)
+            mbarrier.wait(empty.index(s), ((stage // STAGES) & 1) ^ 1)
+            load_rows(x_desc, x_ring, x_ready, first_q, len_q, i * _ROWS, channel, s, _ROWS, D)
+            load_rows(do_desc, do_ring, do_ready, first_q, len_q, i * _ROWS, channel, s, _ROWS, D)
+            if i == 0:
+                # Behind the first tile, which need not wait for the end of the sequence before.
+                mbarrier.wait(kv_empty, (index & 1) ^ 1)
+                mbarrier.expect(k_ready, _TILE_ROWS * D * 2)
+                mbarrier.expect(v_ready, _TILE_ROWS * D * 2)
+                for w in gl.static_range(2):
+                    copy_rows(k_desc, first_k, len_k, w * _ROWS, channel, k_ready, k_tiles.index(w))
+                    copy_rows(v_desc, first_k, len_k, w * _ROWS, channel, v_ready, v_tiles.index(w))
+            stage += 1
+        index += 1  # noqa: SIM113
+
+
+@gluon.jit
+def _consume(
+    dk_desc, dv_desc, chunks_ptr, x_ring, do_ring, k_tiles, v_tiles, ds_tiles, x_ready, do_ready, empty, k_ready,
+    v_ready, kv_empty, ds_ready, ds_empty, num_works, num_heads, pre_scale, dv_scale, ds_scale,
+    ACTIVATION: gl.constexpr, ACTIVATION_DERIVATIVE: gl.constexpr, IN_PAIRS: gl.constexpr, HAS_PRE_SCALE: gl.constexpr,
+    W: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = x_ring.dtype
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, _ROWS, 16]
+    )
+    out_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=out_layout, k_width=2)
+    zeros = gl.zeros([_ROWS, _ROWS], gl.float32, scores_layout)
+    k = k_tiles.index(W)
+    v = v_tiles.index(W)
+    stage = 0
+    index = 0
+    for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
+        _first_q, len_q, first_k, len_k = load_chunk(chunks_ptr, work, num_heads)
+        channel = (work % num_heads) * D
+        dk = gl.zeros([_ROWS, D], gl.float32, out_layout)
+        dv = gl.zeros([_ROWS, D], gl.float32, out_layout)
+        mbarrier.wait(k_ready, index & 1)
+        mbarrier.wait(v_ready, index & 1)
+        for _i in range(num_key_tiles(len_q, _ROWS)):
+            s = stage % STAGES
             x = x_ring.index(s)
             do = do_ring.index(s)
+            mbarrier.wait(x_ready.index(s), (stage // STAGES) & 1)
             scores = warpgroup_mma(k, x.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            mbarrier.wait(do_ready.index(s), (stage // STAGES) & 1)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            if IN_PAIRS:
+                value, slope = ACTIVATION(scores, pre_scale)
+                p = gl.convert_layout(value, p_layout)
+            else:
+                if HAS_PRE_SCALE:
+                    scores = scores * pre_scale
+                p = gl.convert_layout(ACTIVATION(scores).to(dtype), p_layout)
+                # Rounded, because registers are few.
+                slope = ACTIVATION_DERIVATIVE(scores).to(dtype)
             grad = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
-            scores = warpgroup_mma_wait(1, deps=[scores])
-            if HAS_PRE_SCALE:
-                scores = scores * pre_scale
-            p = gl.convert_layout(ACTIVATION(scores).to(dtype), p_layout)
-            slope = ACTIVATION_DERIVATIVE(scores)
-            # Long past, but ptxas moves no arithmetic over it: slopes computed later would hold more registers.
-            mbarrier.wait(ready.index(s), (stage // STAGES) & 1)
             dv = warpgroup_mma(p, do, dv, is_async=True)
             grad = warpgroup_mma_wait(1, deps=[grad])
-            ds = (slope * grad).to(dtype)
+            if IN_PAIRS:
+                ds = times_pairs(slope, grad)
+            else:
+                ds = (slope.to(gl.float32) * grad).to(dtype)
             mbarrier.wait(ds_empty, (stage & 1) ^ 1)
-            ds_tile.slice(W * _ROWS, _ROWS, dim=0).store(ds)
+            ds_tiles.index(W).store(ds)
             fence_async_shared()
             mbarrier.arrive(ds_ready, count=1)
             ds = gl.convert_layout(ds, p_layout)
             dk = warpgroup_mma(ds, x, dk, is_async=True)
-            mbarrier.wait(ds_ready, stage & 1)
-            dx = warpgroup_mma(ds_tile.permute((1, 0)), k_half, half_zeros, use_acc=False, is_async=True)
-            dv, dk, dx, p, ds = warpgroup_mma_wait(0, deps=[dv, dk, dx, p, ds])
-            mbarrier.arrive(ds_empty, count=1)
-            dx = dx * ds_scale
-            if ADD:
-                dx += do.slice(W * HALF, HALF, dim=1).load(half_layout).to(gl.float32)
-                # Reads of a tile may still be under way at the barrier: without it the copy engine overwrites them.
-                fence_async_shared()
+            dv, dk, p, ds = warpgroup_mma_wait(0, deps=[dv, dk, p, ds])
             mbarrier.arrive(empty.index(s), count=1)
-            store_tile(
-                dx_desc, dx_ptr, out_tile, dx.to(dtype), first_q + i * _ROWS, len_q - i * _ROWS, channel + W * HALF,
-                stride_dxt, HALF,
-            )  # fmt: skip
             stage += 1
-        # The values of this consumer are read no more: their place takes the gradients on the way out, one by one.
-        rows = len_k - W * _ROWS
+        # Keys and values of this consumer are read no more: their places take the gradients on the way out.
         row = first_k + W * _ROWS
-        store_tile(dv_desc, dv_ptr, v, (dv * dv_scale).to(dtype), row, rows, channel, stride_dkt, D)
-        store_tile(dk_desc, dk_ptr, v, (dk * ds_scale).to(dtype), row, rows, channel, stride_dkt, D)
+        rows = len_k - W * _ROWS
+        write_rows(dv_desc, v, (dv * dv_scale).to(dtype), row, rows, channel)
+        # The warpgroup of the rows reads all keys for the last tile.
+        mbarrier.wait(ds_empty, (stage & 1) ^ 1)
+        write_rows(dk_desc, k, (dk * ds_scale).to(dtype), row, rows, channel)
         tma.store_wait(pendings=0)
-        mbarrier.arrive(kv_empty.index(slot), count=1)
+        mbarrier.arrive(kv_empty, count=1)
+        index += 1  # noqa: SIM113
+
+
+@gluon.jit
+def _make_rows(
+    dx_desc, chunks_ptr, do_ring, k_tiles, ds_tiles, out_tiles, do_ready, empty, k_ready, kv_empty, ds_ready, ds_empty,
+    num_works, num_heads, ds_scale, ADD: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    HALF: gl.constexpr = D // 2
+    dtype: gl.constexpr = do_ring.dtype
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
+    zeros = gl.zeros([_ROWS, HALF], gl.float32, layout)
+    stage = 0
+    index = 0
+    for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
+        first_q, len_q, _first_k, _len_k = load_chunk(chunks_ptr, work, num_heads)
+        channel = (work % num_heads) * D
+        mbarrier.wait(k_ready, index & 1)
+        for i in range(num_key_tiles(len_q, _ROWS)):
+            s = stage % STAGES
+            # Long past; the copy has to be seen by all who read it.
+            mbarrier.wait(do_ready.index(s), (stage // STAGES) & 1)
+            mbarrier.wait(ds_ready, stage & 1)
+            for h in gl.static_range(2):
+                dx = zeros
+                for w in gl.static_range(2):
+                    keys = k_tiles.index(w).slice(h * HALF, HALF, dim=1)
+                    dx = warpgroup_mma(ds_tiles.index(w).permute((1, 0)), keys, dx, use_acc=w > 0, is_async=True)
+                dx = warpgroup_mma_wait(0, deps=[dx])
+                if h == 1:
+                    mbarrier.arrive(ds_empty, count=1)
+                dx = dx * ds_scale
+                if ADD:
+                    dx += do_ring.index(s).slice(h * HALF, HALF, dim=1).load(layout).to(gl.float32)
+                if h == 1:
+                    # Reads of a tile may still be under way: without the fence the copy engine overwrites them.
+                    fence_async_shared()
+                    mbarrier.arrive(empty.index(s), count=1)
+                # The copy of two halves before, from this place.
+                tma.store_wait(pendings=1)
+                write_rows(
+                    dx_desc, out_tiles.index(h), dx.to(dtype), first_q + i * _ROWS, len_q - i * _ROWS,
+                    channel + h * HALF,
+                )  # fmt: skip
+            stage += 1
+        mbarrier.arrive(kv_empty, count=1)
         index += 1  # noqa: SIM113
     tma.store_wait(pendings=0)
 
 
 @gluon.jit(do_not_specialize=["num_works", "num_heads"])
 def attend_bwd_kernel(
-    x_desc,  # (T_q, H * D), tiles of (64, D): rows after the layer norm
-    do_desc,  # (T_q, H * D), tiles of (64, D): gradient of the sum before the RMS norm
-    k_desc,  # (T_k, H * D), tiles of (128, D)
+    x_desc,  # (T_q, H * D), of sequences, in tiles of (64, D), as all others but dx: rows after the layer norm
+    do_desc,  # (T_q, H * D): gradient of the sum before the RMS norm
+    k_desc,  # (T_k, H * D)
     v_desc,
-    dx_desc,  # (T_q, H * D), tiles of (64, D / 2)
-    dk_desc,  # (T_k, H * D), tiles of (64, D)
+    dx_desc,  # (T_q, H * D), tiles of (64, D / 2): gradient of the rows after the layer norm
+    dk_desc,  # (T_k, H * D)
     dv_desc,
-    dx_ptr,
-    dk_ptr,
-    dv_ptr,
-    stride_dxt,
-    stride_dkt,
     chunks_ptr,  # (B, 4) int32
     num_works,  # sequences times heads
     num_heads,
     pre_scale,
     dv_scale,  # of the sums for dv
     ds_scale,  # of those for dx and dk
-    ACTIVATION: gl.constexpr,
-    ACTIVATION_DERIVATIVE: gl.constexpr,
-    HAS_PRE_SCALE: gl.constexpr,  # pre_scale is not 1
+    ACTIVATION: gl.constexpr,  # value and slope if IN_PAIRS, else the value
+    ACTIVATION_DERIVATIVE: gl.constexpr,  # not used in pairs
+    IN_PAIRS: gl.constexpr,  # ACTIVATION takes scores and pre_scale, and makes bfloat16
+    HAS_PRE_SCALE: gl.constexpr,  # pre_scale is not 1; not asked in pairs
     ADD: gl.constexpr,  # add do to dx
     STAGES: gl.constexpr,
-    KV_STAGES: gl.constexpr,
     D: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = x_desc.dtype
-    x_ring = gl.allocate_shared_memory(dtype, [STAGES, _ROWS, D], x_desc.layout)
-    do_ring = gl.allocate_shared_memory(dtype, [STAGES, _ROWS, D], do_desc.layout)
-    k_tiles = gl.allocate_shared_memory(dtype, [KV_STAGES, _TILE_ROWS, D], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [KV_STAGES, _TILE_ROWS, D], v_desc.layout)
-    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_TILE_ROWS, _ROWS], dtype)
-    ds_tile = gl.allocate_shared_memory(dtype, [_TILE_ROWS, _ROWS], ds_layout)
-    out_tiles = gl.allocate_shared_memory(dtype, [2, _ROWS, D // 2], dx_desc.layout)
-    ready = allocate_barriers(STAGES)
+    HALF: gl.constexpr = D // 2
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, D], dtype)
+    half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, HALF], dtype)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, _ROWS], dtype)
+    x_ring = gl.allocate_shared_memory(dtype, [STAGES, _ROWS, D], layout)
+    do_ring = gl.allocate_shared_memory(dtype, [STAGES, _ROWS, D], layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [2, _ROWS, D], layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [2, _ROWS, D], layout)
+    ds_tiles = gl.allocate_shared_memory(dtype, [2, _ROWS, _ROWS], ds_layout)
+    out_tiles = gl.allocate_shared_memory(dtype, [2, _ROWS, HALF], half_layout)
+    x_ready = allocate_barriers(STAGES)
+    do_ready = allocate_barriers(STAGES)
     empty = allocate_barriers(STAGES)
-    raw = allocate_barriers(STAGES)
-    kv_ready = allocate_barriers(KV_STAGES)
-    kv_raw = allocate_barriers(KV_STAGES)
-    kv_empty = allocate_barriers(KV_STAGES)
-    ds_barriers = allocate_barriers(2)
-    ds_ready = ds_barriers.index(0)
-    ds_empty = ds_barriers.index(1)
+    single = allocate_barriers(5)
+    k_ready = single.index(0)
+    v_ready = single.index(1)
+    kv_empty = single.index(2)
+    ds_ready = single.index(3)
+    ds_empty = single.index(4)
     for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-        mbarrier.init(raw.index(i), count=1)
-    for i in gl.static_range(KV_STAGES):
-        mbarrier.init(kv_ready.index(i), count=1)
-        mbarrier.init(kv_raw.index(i), count=1)
-        mbarrier.init(kv_empty.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(ds_barriers.index(i), count=2)
+        mbarrier.init(x_ready.index(i), count=1)
+        mbarrier.init(do_ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=3)
+    mbarrier.init(k_ready, count=1)
+    mbarrier.init(v_ready, count=1)
+    mbarrier.init(kv_empty, count=3)
+    mbarrier.init(ds_ready, count=2)
+    mbarrier.init(ds_empty, count=1)
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
-                    dx_desc, dk_desc, dv_desc, dx_ptr, dk_ptr, dv_ptr, stride_dxt, stride_dkt, chunks_ptr, x_ring,
-                    do_ring, k_tiles, v_tiles, ds_tile, out_tiles, ready, empty, kv_ready, kv_empty, ds_ready,
-                    ds_empty, num_works, num_heads, pre_scale, dv_scale, ds_scale, ACTIVATION, ACTIVATION_DERIVATIVE,
-                    HAS_PRE_SCALE, ADD, 0, STAGES, KV_STAGES, D,
+                    dk_desc, dv_desc, chunks_ptr, x_ring, do_ring, k_tiles, v_tiles, ds_tiles, x_ready, do_ready,
+                    empty, k_ready, v_ready, kv_empty, ds_ready, ds_empty, num_works, num_heads, pre_scale, dv_scale,
+                    ds_scale, ACTIVATION, ACTIVATION_DERIVATIVE, IN_PAIRS, HAS_PRE_SCALE, 0, STAGES, D,
                 ),
             ),
             (
                 _consume,
                 (
-                    dx_desc, dk_desc, dv_desc, dx_ptr, dk_ptr, dv_ptr, stride_dxt, stride_dkt, chunks_ptr, x_ring,
-                    do_ring, k_tiles, v_tiles, ds_tile, out_tiles, ready, empty, kv_ready, kv_empty, ds_ready,
-                    ds_empty, num_works, num_heads, pre_scale, dv_scale, ds_scale, ACTIVATION, ACTIVATION_DERIVATIVE,
-                    HAS_PRE_SCALE, ADD, 1, STAGES, KV_STAGES, D,
+                    dk_desc, dv_desc, chunks_ptr, x_ring, do_ring, k_tiles, v_tiles, ds_tiles, x_ready, do_ready,
+                    empty, k_ready, v_ready, kv_empty, ds_ready, ds_empty, num_works, num_heads, pre_scale, dv_scale,
+                    ds_scale, ACTIVATION, ACTIVATION_DERIVATIVE, IN_PAIRS, HAS_PRE_SCALE, 1, STAGES, D,
+                ),
+            ),
+            (
+                _make_rows,
+                (
+                    dx_desc, chunks_ptr, do_ring, k_tiles, ds_tiles, out_tiles, do_ready, empty, k_ready, kv_empty,
+                    ds_ready, ds_empty, num_works, num_heads, ds_scale, ADD, STAGES, D,
                 ),
             ),
             (
                 _produce,
                 (
-                    x_desc, do_desc, k_desc, v_desc, chunks_ptr, x_ring, do_ring, k_tiles, v_tiles, ready, empty, raw,
-                    kv_raw, kv_empty, num_works, num_heads, STAGES, KV_STAGES, D,
-                ),
-            ),
-            (
-                _clean,
-                (
-                    chunks_ptr, x_ring, do_ring, k_tiles, v_tiles, ready, raw, kv_ready, kv_raw, num_works, num_heads,
-                    STAGES, KV_STAGES, D,
+                    x_desc, do_desc, k_desc, v_desc, chunks_ptr, x_ring, do_ring, k_tiles, v_tiles, x_ready, do_ready,
+                    empty, k_ready, v_ready, kv_empty, num_works, num_heads, STAGES, D,
                 ),
             ),
         ],
-        [4, 1, 1],
-        [240, 24, 24],
+        [4, 4, 1],
+        [208, 72, 24],
     )  # fmt: skip

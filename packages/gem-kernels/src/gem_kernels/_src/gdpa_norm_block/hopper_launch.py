@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from gem_kernels._src.attention.hopper.call import call, descriptor
+from gem_kernels._src.attention.hopper.call import call, sequence_descriptor
 from gem_kernels._src.attention.hopper.launch import MAX_ROWS, is_copyable, is_on_hopper, multiprocessors
 from gem_kernels._src.attention.hopper.schedule import MAX_SORTED
 from gem_kernels._src.attention.pairing import pair_sequences
@@ -14,14 +14,12 @@ from gem_kernels._src.attention.reuse import once
 from gem_kernels._src.gdpa import hopper_launch as gdpa_hopper
 from gem_kernels._src.gdpa_norm_block.arguments import Options
 
-BACKWARD_STAGES = 2
+BACKWARD_STAGES = 4
 """Tiles of 64 query rows and of their gradients in shared memory."""
-BACKWARD_KV_STAGES = 2
-"""Sequences whose keys and values are there."""
 MIN_WORKS = 512
 """Sequences times heads, about four for each multiprocessor of a large GPU."""
 BACKWARD_HEAD_DIM = 128
-"""Each consumer makes the gradient of half the columns: 64, a row of the widest swizzle of shared memory."""
+"""The queries' gradient is made in two halves of 64 columns, each a row of the widest swizzle of shared memory."""
 
 
 def attends(x: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_k: Tensor, options: Options) -> bool:
@@ -97,41 +95,41 @@ def launch_attend_backward(
     All contiguous; the caller has asked ``makes_gradients``.
     """
     # Imported here: Gluon exists for NVIDIA GPUs only, and not in every Triton.
-    from gem_kernels._src.attention.hopper.tiles import ROWS, TILE_ROWS
-    from gem_kernels._src.gdpa.hopper_activation import scaled_activation
+    from gem_kernels._src.attention.hopper.tiles import ROWS
+    from gem_kernels._src.gdpa.hopper_activation import pair_activation, scaled_activation
     from gem_kernels._src.gdpa_norm_block.hopper_backward import attend_bwd_kernel
 
     num_heads, dim = x.shape[1:]
     offsets_q, offsets_k = offsets_q.contiguous(), offsets_k.contiguous()
     dx, dk, dv = (torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in (x, k, v))
-    act = scaled_activation(options.activation)
+    pairs = pair_activation(options.activation, x.dtype)
+    if pairs is not None:
+        value, derivative = pairs.value_and_slope, pairs.slope
+        dv_scale = ds_scale = options.pre_scale * options.post_scale * pairs.scale
+    else:
+        act = scaled_activation(options.activation)
+        value, derivative = act.value, act.derivative
+        dv_scale = options.post_scale * act.value_scale
+        ds_scale = options.pre_scale * options.post_scale * act.derivative_scale
     arguments = (
-        descriptor(x, ROWS),
-        descriptor(do, ROWS),
-        descriptor(k, TILE_ROWS),
-        descriptor(v, TILE_ROWS),
-        descriptor(dx.view(x.shape[0], 2 * num_heads, dim // 2), ROWS),
-        descriptor(dk, ROWS),
-        descriptor(dv, ROWS),
-        dx,
-        dk,
-        dv,
-        dx.stride(0),
-        dk.stride(0),
+        *(sequence_descriptor(y, ROWS) for y in (x, do, k, v)),
+        sequence_descriptor(dx.view(x.shape[0], 2 * num_heads, dim // 2), ROWS),
+        sequence_descriptor(dk, ROWS),
+        sequence_descriptor(dv, ROWS),
         once(_longest_first, offsets_q, offsets_k),
         (offsets_q.shape[0] - 1) * num_heads,
         num_heads,
         options.pre_scale,
-        options.post_scale * act.value_scale,
-        options.pre_scale * options.post_scale * act.derivative_scale,
+        dv_scale,
+        ds_scale,
     )
     constants = {
-        "ACTIVATION": act.value,
-        "ACTIVATION_DERIVATIVE": act.derivative,
-        "HAS_PRE_SCALE": options.pre_scale != 1.0,
+        "ACTIVATION": value,
+        "ACTIVATION_DERIVATIVE": derivative,
+        "IN_PAIRS": pairs is not None,
+        "HAS_PRE_SCALE": pairs is None and options.pre_scale != 1.0,
         "ADD": options.query_residual,
         "STAGES": BACKWARD_STAGES,
-        "KV_STAGES": BACKWARD_KV_STAGES,
         "D": dim,
         "num_warps": 4,
     }

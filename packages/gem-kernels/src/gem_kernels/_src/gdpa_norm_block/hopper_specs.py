@@ -4,43 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from gem_kernels._src.attention.hopper.specs import hopper_spec
 from gem_kernels._src.compile_spec import CompileSpec
 
 
 def compile_specs() -> Sequence[CompileSpec]:
-    """The backward with and without options, and its order of sequences; the forward is GDPA's."""
+    """The backward with and without options, and the order of sequences; the forward is GDPA's."""
     # Imported here: only the compile test and CUDA launches need Gluon.
-    from gem_kernels._src.attention.hopper.tiles import ROWS, TILE_ROWS
-    from gem_kernels._src.gdpa.hopper_activation import scaled_activation
+    from gem_kernels._src.attention.hopper.tiles import ROWS
+    from gem_kernels._src.gdpa.hopper_activation import pair_activation, scaled_activation
     from gem_kernels._src.gdpa_norm_block.hopper_backward import BLOCK, OTHERS, attend_bwd_kernel, order_kernel
-    from gem_kernels._src.gdpa_norm_block.hopper_launch import BACKWARD_HEAD_DIM, BACKWARD_KV_STAGES, BACKWARD_STAGES
+    from gem_kernels._src.gdpa_norm_block.hopper_launch import BACKWARD_HEAD_DIM, BACKWARD_STAGES
 
     act = scaled_activation("fast_gelu")
+    pairs = pair_activation("fast_gelu", torch.bfloat16)
+    assert pairs is not None
     specs = []
     dim = BACKWARD_HEAD_DIM
-    for name, options in (("bf16", False), ("bf16", True), ("fp16", True)):
+    tiles = dict.fromkeys(("x_desc", "do_desc", "k_desc", "v_desc", "dk_desc", "dv_desc"), (1, 1, ROWS, dim))
+    for name, in_pairs, options in (
+        ("bf16", True, False),
+        ("bf16", False, True),
+        ("fp16", False, True),
+    ):
         specs.append(
             hopper_spec(
-                f"hopper-backward-{name}-D{dim}{'-options' if options else ''}",
+                f"hopper-backward-{name}-D{dim}{'-pairs' if in_pairs else ''}{'-options' if options else ''}",
                 attend_bwd_kernel,
                 name,
                 dim,
-                dict.fromkeys(("x_desc", "do_desc", "dk_desc", "dv_desc"), ROWS)
-                | dict.fromkeys(("k_desc", "v_desc"), TILE_ROWS)
-                | {"dx_desc": (ROWS, dim // 2)},
+                tiles | {"dx_desc": (1, 1, ROWS, dim // 2)},
                 {
-                    "ACTIVATION": act.value,
-                    "ACTIVATION_DERIVATIVE": act.derivative,
-                    "HAS_PRE_SCALE": options,
+                    "ACTIVATION": pairs.value_and_slope if in_pairs else act.value,
+                    "ACTIVATION_DERIVATIVE": pairs.slope if in_pairs else act.derivative,
+                    "IN_PAIRS": in_pairs,
+                    "HAS_PRE_SCALE": options and not in_pairs,
                     "ADD": options,
                     "STAGES": BACKWARD_STAGES,
-                    "KV_STAGES": BACKWARD_KV_STAGES,
                     "D": dim,
                     "num_warps": 4,
                 },
-                # Two accumulators of 64 registers beside two tiles of scores, and a third accumulator after them.
-                max_spill_bytes=448,
+                # Two accumulators of 64 registers beside tiles of scores, and a warpgroup with 72 registers.
+                max_spill_bytes=256,
             )
         )
     specs += [
