@@ -70,7 +70,7 @@ def describe_environment(device: str) -> dict[str, Any]:
 
 
 def make_models(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Arguments of ``scaling.run`` for each workload: the largest preset, a smaller one, and the largest with experts."""
+    """Arguments of ``scaling.run`` for each workload: the largest preset, a smaller one, the largest with experts."""
     if arguments.device != "cuda":
         tiny: dict[str, Any] = {"preset": "tiny", "num_samples": 8, "max_length": 16, "item_rows": 1_000, "steps": 2}
         tiny["precision"] = "bf16_activations"
