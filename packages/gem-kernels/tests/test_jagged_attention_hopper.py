@@ -270,19 +270,20 @@ def call(x, dlse=None, **options):
     return (out.detach(), lse.detach(), *torch.autograd.grad(outputs, (q, k, v), gradients))
 
 
-def by_loop(x, dtype, scale, dlse=None):
+def by_loop(x, dtype, scale, dlse=None, **options):
     """The same of the reference in a dtype."""
     y = x.to(dtype)
-    options = {"offsets_q": y.offsets_q, "offsets_k": y.offsets_k, "scale": scale}
+    options |= {"offsets_q": y.offsets_q, "offsets_k": y.offsets_k, "scale": scale}
     dlse = None if dlse is None else dlse.to(torch.promote_types(dtype, torch.float32))
     gradients = reference.jagged_attention_backward(y.do, y.q, y.k, y.v, dlse=dlse, **options)
     return (*reference.jagged_attention(y.q, y.k, y.v, **options), *gradients)
 
 
-def check(x, scale, dlse=None):
+def check(x, scale, dlse=None, **options):
     sides = (x.offsets_q,) * 3 + (x.offsets_k,) * 2
-    expected = by_loop(x, torch.float64, scale, dlse), by_loop(x, x.q.dtype, scale, dlse)
-    for name, actual, oracle, eager, offsets in zip(NAMES, call(x, dlse, scale=scale), *expected, sides, strict=True):
+    expected = [by_loop(x, dtype, scale, dlse, **options) for dtype in (torch.float64, x.q.dtype)]
+    results = call(x, dlse, scale=scale, **options)
+    for name, actual, oracle, eager, offsets in zip(NAMES, results, *expected, sides, strict=True):
         floor = summation_floor(oracle, actual.dtype)
         assert_matches_oracle(name, actual, oracle, eager, offsets=offsets, floor=floor)
 

@@ -4,14 +4,15 @@ import math
 
 import pytest
 import torch
+from test_jagged_attention_hopper import call, check
 
-from gem_kernels import jagged_attention, reference
+from gem_kernels import jagged_attention
 from gem_kernels._src.attention.hopper.launch import portable_only
 from gem_kernels._src.attention.hopper.window_schedule import make_window_schedule
 from gem_kernels._src.attention.pairing import pair_sequences
 from gem_kernels._src.jagged_attention import hopper_launch
 from gem_kernels._src.jagged_attention.bias import Bias
-from gem_kernels.testing import assert_matches_oracle, attention_inputs, random_lengths, summation_floor
+from gem_kernels.testing import attention_inputs, random_lengths
 
 FAR = 2**30
 
@@ -112,36 +113,8 @@ def launches(monkeypatch):
     return found
 
 
-NAMES = ("out", "lse", "dq", "dk", "dv")
 VARIANTS = [(128, 4, torch.bfloat16), (128, 2, torch.bfloat16), (128, 4, torch.float16), (64, 2, torch.bfloat16)]
 LENGTHS = (1, 0, 63, 64, 65, 222, 300, 129, 512, 5, 128, 127, 256, 192, 193, 700)
-
-
-def call(x, window, dlse=None):
-    """(out, lse, dq, dk, dv) through autograd."""
-    leaves = [t.detach().requires_grad_() for t in (x.q, x.k, x.v)]
-    sides = {"offsets_q": x.offsets_q, "offsets_k": x.offsets_k}
-    sides |= {"max_seqlen_q": x.max_seqlen_q, "max_seqlen_k": x.max_seqlen_k}
-    out, lse = jagged_attention(*leaves, **sides, window_size=window, return_lse=True)
-    outputs, gradients = ((out,), (x.do,)) if dlse is None else ((out, lse), (x.do, dlse))
-    return (out.detach(), lse.detach(), *torch.autograd.grad(outputs, leaves, gradients))
-
-
-def by_loop(x, window, dtype, dlse=None):
-    """The same of the reference in a dtype."""
-    y = x.to(dtype)
-    options = {"offsets_q": y.offsets_q, "offsets_k": y.offsets_k, "window_size": window}
-    dlse = None if dlse is None else dlse.to(torch.promote_types(dtype, torch.float32))
-    gradients = reference.jagged_attention_backward(y.do, y.q, y.k, y.v, dlse=dlse, **options)
-    return (*reference.jagged_attention(y.q, y.k, y.v, **options), *gradients)
-
-
-def check(x, window, dlse=None):
-    sides = (x.offsets_q,) * 3 + (x.offsets_k,) * 2
-    expected = by_loop(x, window, torch.float64, dlse), by_loop(x, window, x.q.dtype, dlse)
-    for name, actual, oracle, eager, offsets in zip(NAMES, call(x, window, dlse), *expected, sides, strict=True):
-        floor = summation_floor(oracle, actual.dtype)
-        assert_matches_oracle(name, actual, oracle, eager, offsets=offsets, floor=floor)
 
 
 @pytest.mark.gpu
@@ -160,7 +133,7 @@ def check(x, window, dlse=None):
 def test_gpu_windows_match_oracle(lengths_k, window, dim, heads_kv, dtype, launches, poisoned_empty):
     heads = {"num_heads": 4, "num_heads_kv": heads_kv, "head_dim": dim}
     x = attention_inputs(LENGTHS, lengths_k, **heads, dtype=dtype, device="cuda")
-    check(x, window)
+    check(x, dim**-0.5, window_size=window)
     assert launches == [("forward", *window)] * (dim == 128) + [("backward", *window)] * (dtype == torch.bfloat16)
 
 
@@ -168,7 +141,7 @@ def test_gpu_windows_match_oracle(lengths_k, window, dim, heads_kv, dtype, launc
 def test_gpu_narrow_heads_take_the_backward_without_a_window(launches, poisoned_empty):
     heads = {"num_heads": 4, "num_heads_kv": 2, "head_dim": 64}
     x = attention_inputs(LENGTHS, LENGTHS[3:] + LENGTHS[:3], **heads, dtype=torch.bfloat16, device="cuda")
-    check(x, (-1, -1))
+    check(x, 0.125)
     assert launches == [("backward", -1, -1)]
 
 
@@ -176,7 +149,7 @@ def test_gpu_narrow_heads_take_the_backward_without_a_window(launches, poisoned_
 def test_gpu_windows_take_the_gradient_of_the_lse(launches, poisoned_empty):
     x = attention_inputs(LENGTHS, num_heads=2, head_dim=128, dtype=torch.bfloat16, device="cuda")
     dlse = torch.randn(x.q.shape[:2], generator=torch.Generator().manual_seed(1)).cuda()
-    check(x, (100, 7), dlse)
+    check(x, 0.1, dlse, window_size=(100, 7))
     assert launches == [("forward", 100, 7), ("backward", 100, 7)]
 
 
@@ -184,12 +157,12 @@ def test_gpu_windows_take_the_gradient_of_the_lse(launches, poisoned_empty):
 def test_gpu_windows_repeat_and_agree_with_the_portable_kernels(launches):
     lengths = random_lengths(700, 512, seed=0)
     x = attention_inputs(lengths, num_heads=8, head_dim=128, dtype=torch.bfloat16, device="cuda")
-    results = call(x, (128, 128))
-    for a, b in zip(results, call(x, (128, 128)), strict=True):
+    results = call(x, window_size=(128, 128))
+    for a, b in zip(results, call(x, window_size=(128, 128)), strict=True):
         assert torch.equal(a, b)
     assert len(launches) == 4
     with portable_only():
-        portable = call(x, (128, 128))
+        portable = call(x, window_size=(128, 128))
     assert len(launches) == 4
     for a, b in zip(results, portable, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * float(b.abs().max()))
@@ -200,7 +173,7 @@ def test_gpu_windows_repeat_and_agree_with_the_portable_kernels(launches):
 def test_gpu_windows_let_no_sequence_reach_another(value, launches):
     lengths = (70, 33, 150, 9, 300) * 30
     x = attention_inputs(lengths, num_heads=2, head_dim=128, dtype=torch.bfloat16, device="cuda")
-    before = call(x, (40, 70))
+    before = call(x, window_size=(40, 70))
     changed = x._replace(q=x.q.clone(), k=x.k.clone(), v=x.v.clone(), do=x.do.clone())
     keep = torch.ones(x.q.shape[0], dtype=torch.bool)
     for b in range(1, len(lengths), 4):
@@ -208,7 +181,7 @@ def test_gpu_windows_let_no_sequence_reach_another(value, launches):
         for t in (changed.q, changed.k, changed.v, changed.do):
             t[rows] = value
         keep[rows] = False
-    for a, b in zip(before, call(changed, (40, 70)), strict=True):
+    for a, b in zip(before, call(changed, window_size=(40, 70)), strict=True):
         assert torch.equal(a.cpu()[keep], b.cpu()[keep])
     assert len(launches) == 4
 
@@ -223,6 +196,6 @@ def test_gpu_gradients_of_one_product_are_one_tensor(launches):
     sides = {"offsets_q": x.offsets_q, "offsets_k": x.offsets_k, "max_seqlen_q": 700, "max_seqlen_k": 700}
     out = jagged_attention(q, k, v, **sides, window_size=(128, 128))
     (joined,) = torch.autograd.grad(out, rows, x.do)
-    expected = call(x, (128, 128))[2:]
+    expected = call(x, window_size=(128, 128))[2:]
     assert torch.equal(joined, torch.cat([t.flatten(1) for t in expected], dim=1))
     assert len(launches) == 4
