@@ -121,6 +121,19 @@ _FLOAT32: Table = {
     "dkdv": {32: (32, 32, 4, 1), 256: (16, 16, 4, 1)},
     "dqdkdv": {32: (32, 32, 4, 1), 128: (16, 16, 4, 1)},
 }
+LARGE: Table = {
+    "forward": {64: (128, 128, 8, 3), 96: (128, 64, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)},
+    "dq": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
+    "dkdv": {64: (64, 128, 8, 2), 96: (32, 128, 8, 2), 128: (64, 128, 8, 2), 256: (16, 64, 8, 2)},
+    "dqdkdv": {64: (64, 128, 8, 2), 128: (32, 128, 8, 2)},
+}
+SMALL: Table = {
+    "forward": {64: (128, 64, 4, 2), 128: (128, 32, 8, 2), 256: (64, 32, 8, 1)},
+    "dq": {64: (64, 64, 4, 2), 128: (64, 32, 8, 2), 256: (32, 16, 4, 1)},
+    "dkdv": {64: (64, 64, 4, 2), 128: (32, 64, 8, 2), 256: (16, 32, 4, 1)},
+    "dqdkdv": {64: (64, 64, 4, 2), 128: (32, 64, 8, 1)},
+}
+"""What fits 99 KiB a block (sm_86, sm_89, sm_120), and so sm_80 as well."""
 MAX_HEAD_DIM_DQDKDV = 128
 """Wider tiles do not leave registers for a third gradient."""
 
@@ -133,19 +146,12 @@ def override(kernel: Kernel, config: TileConfig) -> AbstractContextManager[None]
 
 
 def select_from(
-    kernel: Kernel,
-    head_dim: int,
-    dtype: torch.dtype,
-    capability: tuple[int, int],
-    *,
-    hopper: Table,
-    large: Table,
-    small: Table,
+    kernel: Kernel, head_dim: int, dtype: torch.dtype, capability: tuple[int, int], *, hopper: Table
 ) -> TileConfig:
-    """The entry for a head dim: from ``hopper`` there, else from ``large`` where a block has 227 KiB, or ``small``."""
+    """The entry for a head dim: from an op's table for Hopper there, else by the shared memory of a block."""
     if kernel in _override:
         return _override[kernel]
-    half = hopper if capability == (9, 0) else large if shared_memory_bytes(capability) >= 227 * 1024 else small
+    half = hopper if capability == (9, 0) else LARGE if shared_memory_bytes(capability) >= 227 * 1024 else SMALL
     sizes = (_FLOAT32 if dtype == torch.float32 else half)[kernel]
     for limit, (block_m, block_n, num_warps, num_stages) in sizes.items():
         if head_dim <= limit:

@@ -1,7 +1,4 @@
-"""Tile shapes of jagged attention, chosen so that every variant compiles for its GPU without exceeding shared memory.
-
-"small" fits 99 KiB per block (sm_86, sm_89, sm_120) and so sm_80 as well.
-"""
+"""Tile shapes of jagged attention, chosen so that every variant compiles for its GPU within its shared memory."""
 
 from __future__ import annotations
 
@@ -19,18 +16,6 @@ HOPPER: Table = {
     "dqdkdv": {64: (64, 128, 8, 2), 128: (32, 128, 8, 2)},
 }
 """What calls take that Hopper's own kernels do not serve: timed with masks."""
-LARGE: Table = {
-    "forward": {64: (128, 128, 8, 3), 96: (128, 64, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)},
-    "dq": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
-    "dkdv": {64: (64, 128, 8, 2), 96: (32, 128, 8, 2), 128: (64, 128, 8, 2), 256: (16, 64, 8, 2)},
-    "dqdkdv": {64: (64, 128, 8, 2), 128: (32, 128, 8, 2)},
-}
-SMALL: Table = {
-    "forward": {64: (128, 64, 4, 2), 128: (128, 32, 8, 2), 256: (64, 32, 8, 1)},
-    "dq": {64: (64, 64, 4, 2), 128: (64, 32, 8, 2), 256: (32, 16, 4, 1)},
-    "dkdv": {64: (64, 64, 4, 2), 128: (32, 64, 8, 2), 256: (16, 32, 4, 1)},
-    "dqdkdv": {64: (64, 64, 4, 2), 128: (32, 64, 8, 1)},
-}
 
 
 def select(
@@ -51,7 +36,7 @@ def select(
     keys (``shared_rows``) in the backward, the more so where they live across a loop over the query sequences of a
     request (``requests``).
     """
-    config = select_from(kernel, head_dim, dtype, capability, hopper=HOPPER, large=LARGE, small=SMALL)
+    config = select_from(kernel, head_dim, dtype, capability, hopper=HOPPER)
     block_m, block_n = config.block_m, config.block_n
     if has_bias or (shared_rows and kernel != "forward" and head_dim > 64):
         if kernel in ("forward", "dq"):

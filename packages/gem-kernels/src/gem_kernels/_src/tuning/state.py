@@ -94,12 +94,12 @@ def made_for(device: int | torch.device | None = None) -> MadeFor:
 def candidates_digest() -> str:
     """Hash of the tables of configurations."""
     from gem_kernels._src.attention.candidates import CANDIDATES
+    from gem_kernels._src.attention.configs import LARGE
     from gem_kernels._src.gdpa import configs as gdpa
     from gem_kernels._src.jagged_attention import configs as jagged_attention
     from gem_kernels._src.norm_linear import configs as norm_linear
 
-    attention = (CANDIDATES, gdpa.HOPPER, gdpa.LARGE, jagged_attention.HOPPER, jagged_attention.LARGE)
-    tables = (*attention, norm_linear.LARGE, norm_linear.CANDIDATES)
+    tables = (CANDIDATES, gdpa.HOPPER, jagged_attention.HOPPER, LARGE, norm_linear.LARGE, norm_linear.CANDIDATES)
     return hashlib.sha256(repr(tables).encode()).hexdigest()[:16]
 
 
