@@ -352,7 +352,7 @@ def test_no_value_reaches_another_sequence_in_the_kernels_of_few_keys(value, few
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_keeps_its_inputs_and_three_numbers_per_row_and_a_row_on_request(recompute):
+def test_keeps_its_inputs_and_three_numbers_per_row_and_two_rows_on_request(recompute):
     case = CASES[1]
     x, weights = case.inputs(torch.float32)
     leaves = {"q": x.q, "k": x.k, "v": x.v, **weights}
@@ -363,7 +363,7 @@ def test_keeps_its_inputs_and_three_numbers_per_row_and_a_row_on_request(recompu
         gdpa_norm_block(**leaves, **sides, recompute=recompute, **case.options)
     known = {t.untyped_storage().data_ptr() for t in (*leaves.values(), x.offsets_q, x.offsets_k)}
     new = [tuple(t.shape) for t in saved if t.untyped_storage().data_ptr() not in known]
-    assert new == [(x.q.shape[0],)] * 3 + [tuple(x.q.shape)] * (0 if recompute else 1)
+    assert new == [(x.q.shape[0],)] * 3 + [tuple(x.q.shape)] * (0 if recompute else 2)
 
 
 def test_inference_keeps_nothing(monkeypatch):
@@ -407,9 +407,9 @@ def test_opcheck(case):
     options = op_options(case, x)
     for recompute in (True, False):
         torch.library.opcheck(gdpa_norm_block_op, (*tensors, *options, False, None, recompute))
-    _, *statistics, total = gdpa_norm_block_op(*plain, *options, False, None, False)
-    for kept in (None, total):
-        torch.library.opcheck(gdpa_norm_block_backward_op, (x.do, *plain, *statistics, *options, None, kept))
+    _, *statistics, normed, total = gdpa_norm_block_op(*plain, *options, False, None, False)
+    for kept in ((None, None), (normed, total)):
+        torch.library.opcheck(gdpa_norm_block_backward_op, (x.do, *plain, *statistics, *options, None, *kept))
 
 
 def test_compiles_as_one_graph_and_checkpoints():

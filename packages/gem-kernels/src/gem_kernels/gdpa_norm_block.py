@@ -78,9 +78,9 @@ def gdpa_norm_block(
         rms_norm: Take the RMS norm of the sum.
         residual: Add q to the result.
         eps: Added to the variance and to the mean square.
-        recompute: Run the attention again in the backward. ``False`` keeps the rows before the RMS norm, once the size
-            of q; results differ at most by their rounding. Where every sequence has few keys nothing is kept either
-            way: those kernels make it again while they read q.
+        recompute: Run the layer norm and the attention again in the backward. ``False`` keeps what they wrote, twice
+            the size of q; results differ at most by the rounding of the sum before the RMS norm. Where every sequence
+            has few keys nothing is kept either way: those kernels make it again while they read q.
         schedule: An :class:`gem_kernels.AttentionSchedule` of these offsets, which the layers of a batch share; what it
             keeps is not made again. It changes no result.
         validate: On CUDA, also check the values of the offsets, which waits for the device. On CPU they always are.
@@ -94,7 +94,7 @@ def gdpa_norm_block(
 
     Numerics: as ``gem_kernels.gdpa``; statistics and sums in float32 (float64 for float64), the attention's input and
     output (or its sum with the query residual) rounded to the dtype of q on CUDA, the output not where every sequence
-    has few keys. The forward keeps its inputs and three numbers per row, and one row more unless ``recompute``. Both
+    has few keys. The forward keeps its inputs and three numbers per row, and two rows more unless ``recompute``. Both
     directions give the same bits on every run. Under autocast all floating point tensors are cast to its dtype.
     """
     if offsets_q is None:

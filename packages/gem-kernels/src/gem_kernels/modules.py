@@ -111,8 +111,8 @@ class GDPA(nn.Module):
         post_scale: Factor on the activated scores.
         causal: Keep only keys j <= i.
         window_size: (left, right) in tokens, -1 = unbounded.
-        recompute: Of calls with ``norm_block=True``, see :func:`gem_kernels.gdpa_norm_block`: ``False`` keeps a row
-            more for the backward in place of making it again.
+        recompute: Of calls with ``norm_block=True``, see :func:`gem_kernels.gdpa_norm_block`: ``False`` keeps two rows
+            more for the backward in place of making them again.
     """
 
     def __init__(

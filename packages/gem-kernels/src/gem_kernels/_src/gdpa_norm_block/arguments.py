@@ -39,6 +39,15 @@ class Statistics(NamedTuple):
     """Reciprocal root mean squares of the rows before the RMS norm."""
 
 
+class Kept(NamedTuple):
+    """Rows of the forward that a backward which does not make them again reads, (T_q, H, D) in the dtype of q."""
+
+    normed: Tensor
+    """After the layer norm."""
+    total: Tensor
+    """Before the RMS norm."""
+
+
 class Gradients(NamedTuple):
     """Gradients of all tensors; empty for an absent parameter."""
 

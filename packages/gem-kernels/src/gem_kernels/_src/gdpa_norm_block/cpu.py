@@ -7,23 +7,23 @@ from torch import Tensor
 
 from gem_kernels._src.attention.batching import compute_dtype
 from gem_kernels._src.gdpa.op import gdpa_backward_op, gdpa_op
-from gem_kernels._src.gdpa_norm_block.arguments import Gradients, Options, Parameters, Statistics
+from gem_kernels._src.gdpa_norm_block.arguments import Gradients, Kept, Options, Parameters, Statistics
 
 
 def _scale(x: Tensor, weight: Tensor | None) -> Tensor:
     return x if weight is None else x * weight
 
 
-def _affine(unit: Tensor, parameters: Parameters) -> Tensor:
+def _attention(
+    unit: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_k: Tensor, parameters: Parameters, options: Options
+) -> tuple[Tensor, Tensor]:
+    """Layer norm with its affine part (T_q, H * D), and what goes into the RMS norm."""
     normed = _scale(unit, parameters.norm_weight)
-    return normed if parameters.norm_bias is None else normed + parameters.norm_bias
-
-
-def _attention(normed: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_k: Tensor, options: Options) -> Tensor:
-    """Rows (T_q, H * D) that go into the RMS norm, from those after the layer norm."""
-    x = normed.view(normed.shape[0], normed.shape[1] // k.shape[2], k.shape[2])
+    if parameters.norm_bias is not None:
+        normed = normed + parameters.norm_bias
+    x = normed.view(unit.shape[0], unit.shape[1] // k.shape[2], k.shape[2])
     total = gdpa_op(x, k, v, offsets_q, offsets_k, *options[:5], -1, -1, None, None, False).flatten(1)
-    return total + normed if options.query_residual else total
+    return normed, total + normed if options.query_residual else total
 
 
 def forward(
@@ -36,17 +36,18 @@ def forward(
     options: Options,
     *,
     keep: bool = False,
-) -> tuple[Tensor, Statistics, Tensor | None]:
-    """Output (T_q, H, D) in the dtype of q, and what the backward reads: if ``keep``, rows before the RMS norm too."""
+) -> tuple[Tensor, Statistics, Kept | None]:
+    """Output (T_q, H, D) in the dtype of q, and what the backward reads."""
     dtype = compute_dtype(q.dtype)
     rows, k, v = q.to(dtype).flatten(1), k.to(dtype), v.to(dtype)
     unit, mean, rstd = torch.native_layer_norm(rows, [rows.shape[1]], None, None, options.eps)
-    total = _attention(_affine(unit, parameters), k, v, offsets_q, offsets_k, options)
+    normed, total = _attention(unit, k, v, offsets_q, offsets_k, parameters, options)
     rrms = torch.rsqrt(torch.linalg.vecdot(total, total) / rows.shape[1] + options.eps)
     out = _scale(total * rrms[:, None], parameters.rms_weight)
     if options.residual:
         out = out + rows
-    kept = total.to(q.dtype, copy=True).view(q.shape) if keep else None
+    # One tensor must not be returned twice.
+    kept = Kept(*(x.to(q.dtype, copy=True).view(q.shape) for x in (normed, total))) if keep else None
     return out.to(q.dtype).view(q.shape), Statistics(mean.view(-1), rstd.view(-1), rrms), kept
 
 
@@ -60,7 +61,7 @@ def backward(
     parameters: Parameters,
     statistics: Statistics,
     options: Options,
-    kept: Tensor | None = None,
+    kept: Kept | None = None,
 ) -> Gradients:
     """All gradients, in the dtypes of what they belong to."""
     dtype = compute_dtype(q.dtype)
@@ -69,11 +70,10 @@ def backward(
     dout, rows, wide_k, wide_v = do.to(dtype).flatten(1), q.to(dtype).flatten(1), k.to(dtype), v.to(dtype)
     features = rows.shape[1]
     unit = (rows - mean) * rstd
-    normed = _affine(unit, parameters)
     if kept is None:
-        total = _attention(normed, wide_k, wide_v, offsets_q, offsets_k, options)
+        normed, total = _attention(unit, wide_k, wide_v, offsets_q, offsets_k, parameters, options)
     else:
-        total = kept.to(dtype).flatten(1)
+        normed, total = (x.to(dtype).flatten(1) for x in kept)
     inner = total * rrms
     dinner = _scale(dout, rms_weight)
     dtotal = rrms * (dinner - inner * (torch.linalg.vecdot(dinner, inner) / features)[:, None])

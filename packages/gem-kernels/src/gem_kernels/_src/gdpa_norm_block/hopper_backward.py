@@ -7,14 +7,9 @@ queries, keys and values whole: nothing is added to what another writes, and sco
   gradients are left operands in registers. They sum the gradients of their keys and values, and put the score gradients
   into shared memory.
 * A third warpgroup, of the rows, multiplies these by all keys: the gradient of the queries. It adds the gradient that
-  the query rows get from the sum before the RMS norm, which lies in shared memory as the output's gradient. A tile
-  ahead of the consumers, it replaces rows of q by those after the layer norm, and rows of the sum by its gradient.
-* A warp copies tiles, whose rows behind a sequence are zeros, so that no product needs a mask. Another reads the
-  statistics of rows.
-
-Without weights of the layer norm, part of its backward is here too: with g the gradient of a row after the norm n, and
-sums over all heads, dq = g / std - (sum(g) + n sum(g n)) / (N std), plus dout if it is a residual. The first and the
-last term are written, and each head's share of the sums.
+  the query rows get from the sum before the RMS norm, which lies in shared memory as the output's gradient, and writes
+  both.
+* A warp copies tiles, whose rows behind a sequence are zeros, so that no product needs a mask.
 
 The consumers never wait for each other. Their accumulators take half of the multiprocessor's registers, and what is
 left decides the order of products in a tile: gradients of scores are made when the scores are gone. With more in
@@ -46,13 +41,6 @@ from gem_kernels._src.attention.hopper.tiles import (
     write_rows,
 )
 from gem_kernels._src.gdpa.hopper_activation import times_pairs
-from gem_kernels._src.gdpa_norm_block.hopper_tiles import (
-    allocate_factors,
-    differentiate_rows,
-    load_gradient_factors,
-    load_norm_factors,
-    normalize_rows,
-)
 
 _TILE_ROWS = gl.constexpr(TILE_ROWS)
 _ROWS = gl.constexpr(ROWS)
@@ -98,9 +86,8 @@ def order_kernel(
 
 @gluon.jit
 def _produce(
-    q_desc, total_desc, dout_desc, k_desc, v_desc, chunks_ptr, x_ring, do_ring, out_ring, k_tiles, v_tiles, x_raw,
-    do_raw, out_raw, empty, out_empty, k_ready, v_ready, kv_empty, num_works, num_heads, STAGES: gl.constexpr,
-    OUT_STAGES: gl.constexpr, D: gl.constexpr,
+    x_desc, do_desc, k_desc, v_desc, chunks_ptr, x_ring, do_ring, k_tiles, v_tiles, x_ready, do_ready, empty, k_ready,
+    v_ready, kv_empty, num_works, num_heads, STAGES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     stage = 0
     index = 0
@@ -108,17 +95,10 @@ def _produce(
         first_q, len_q, first_k, len_k = load_chunk(chunks_ptr, work, num_heads)
         channel = (work % num_heads) * D
         for i in range(num_key_tiles(len_q, _ROWS)):
-            row = i * _ROWS
             s = stage % STAGES
             mbarrier.wait(empty.index(s), ((stage // STAGES) & 1) ^ 1)
-            load_rows(q_desc, x_ring, x_raw, first_q, len_q, row, channel, s, _ROWS, D)
-            load_rows(total_desc, do_ring, do_raw, first_q, len_q, row, channel, s, _ROWS, D)
-            o = stage % OUT_STAGES
-            mbarrier.wait(out_empty.index(o), ((stage // OUT_STAGES) & 1) ^ 1)
-            mbarrier.expect(out_raw.index(o), _ROWS * D * 2)
-            for h in gl.static_range(2):
-                half = channel + h * (D // 2)
-                copy_rows(dout_desc, first_q, len_q, row, half, out_raw.index(o), out_ring.index(2 * o + h))
+            load_rows(x_desc, x_ring, x_ready, first_q, len_q, i * _ROWS, channel, s, _ROWS, D)
+            load_rows(do_desc, do_ring, do_ready, first_q, len_q, i * _ROWS, channel, s, _ROWS, D)
             if i == 0:
                 # Behind the first tile, which need not wait for the end of the sequence before.
                 mbarrier.wait(kv_empty, (index & 1) ^ 1)
@@ -129,25 +109,6 @@ def _produce(
                     copy_rows(v_desc, first_k, len_k, w * _ROWS, channel, v_ready, v_tiles.index(w))
             stage += 1
         index += 1  # noqa: SIM113
-
-
-@gluon.jit
-def _read_statistics(
-    mean_ptr, rstd_ptr, rrms_ptr, along_ptr, chunks_ptr, factors, x_raw, empty, num_works, num_heads,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    stage = 0
-    for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
-        first_q, len_q, _first_k, _len_k = load_chunk(chunks_ptr, work, num_heads)
-        for i in range(num_key_tiles(len_q, _ROWS)):
-            s = stage % STAGES
-            row = first_q + i * _ROWS
-            rows = len_q - i * _ROWS
-            mbarrier.wait(empty.index(s), ((stage // STAGES) & 1) ^ 1)
-            load_norm_factors(mean_ptr, rstd_ptr, factors, 4 * s, row, rows)
-            load_gradient_factors(rrms_ptr, along_ptr, factors, 4 * s + 2, row, rows)
-            mbarrier.arrive(x_raw.index(s), count=1)
-            stage += 1
 
 
 @gluon.jit
@@ -221,135 +182,62 @@ def _consume(
 
 
 @gluon.jit
-def _prepare_tile(
-    x_ring, do_ring, out_ring, factors, weight_ptr, bias_ptr, rms_weight_ptr, x_raw, x_ready, do_raw, do_ready, out_raw,
-    stage, channel, HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_RMS_WEIGHT: gl.constexpr,
-    STAGES: gl.constexpr, OUT_STAGES: gl.constexpr, D: gl.constexpr,
-):  # fmt: skip
-    s = stage % STAGES
-    o = stage % OUT_STAGES
-    phase = (stage // STAGES) & 1
-    mbarrier.wait(x_raw.index(s), phase)
-    normalize_rows(x_ring.index(s), factors, 4 * s, weight_ptr, bias_ptr, channel, HAS_WEIGHT, HAS_BIAS, D)
-    fence_async_shared()
-    mbarrier.arrive(x_ready.index(s), count=1)
-    mbarrier.wait(do_raw.index(s), phase)
-    mbarrier.wait(out_raw.index(o), (stage // OUT_STAGES) & 1)
-    differentiate_rows(
-        do_ring.index(s), out_ring, 2 * o, factors, 4 * s + 2, rms_weight_ptr, channel, HAS_RMS_WEIGHT, D
-    )
-    fence_async_shared()
-    mbarrier.arrive(do_ready.index(s), count=1)
-
-
-@gluon.jit
 def _make_rows(
-    dx_desc, sums_ptr, num_rows, weight_ptr, bias_ptr, rms_weight_ptr, chunks_ptr, x_ring, do_ring, out_ring, k_tiles,
-    ds_tiles, factors, x_raw, x_ready, do_raw, do_ready, out_raw, empty, out_empty, k_ready, kv_empty, ds_ready,
-    ds_empty, num_works, num_heads, ds_scale, HAS_WEIGHT: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_RMS_WEIGHT: gl.constexpr, ADD: gl.constexpr, SUMS: gl.constexpr, RESIDUAL: gl.constexpr, STAGES: gl.constexpr,
-    OUT_STAGES: gl.constexpr, D: gl.constexpr,
+    dx_desc, chunks_ptr, do_ring, k_tiles, ds_tiles, out_tiles, do_ready, empty, k_ready, kv_empty, ds_ready, ds_empty,
+    num_works, num_heads, ds_scale, ADD: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     HALF: gl.constexpr = D // 2
-    dtype: gl.constexpr = x_ring.dtype
+    dtype: gl.constexpr = do_ring.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 16])
-    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     zeros = gl.zeros([_ROWS, HALF], gl.float32, layout)
     stage = 0
     index = 0
-    step = gl.num_programs(0)
-    work = gl.program_id(0)
-    if work < num_works:
+    for work in range(gl.program_id(0), num_works, gl.num_programs(0)):
         first_q, len_q, _first_k, _len_k = load_chunk(chunks_ptr, work, num_heads)
-        _prepare_tile(
-            x_ring, do_ring, out_ring, factors, weight_ptr, bias_ptr, rms_weight_ptr, x_raw, x_ready, do_raw, do_ready,
-            out_raw, 0, (work % num_heads) * D, HAS_WEIGHT, HAS_BIAS, HAS_RMS_WEIGHT, STAGES, OUT_STAGES, D,
-        )  # fmt: skip
-        for work in range(gl.program_id(0), num_works, step):
-            following = gl.minimum(work + step, num_works - 1)
-            next_q, next_len_q, _next_k, _next_len_k = load_chunk(chunks_ptr, following, num_heads)
-            is_final_work = work + step >= num_works
-            head = work % num_heads
-            channel = head * D
-            mbarrier.wait(k_ready, index & 1)
-            num_tiles = num_key_tiles(len_q, _ROWS)
-            for i in range(num_tiles):
-                s = stage % STAGES
-                o = stage % OUT_STAGES
-                row = first_q + i * _ROWS
-                left = len_q - i * _ROWS
-                is_last = i == num_tiles - 1
-                if (is_last & is_final_work) == 0:
-                    next_channel = (gl.where(is_last, following, work) % num_heads) * D
-                    _prepare_tile(
-                        x_ring, do_ring, out_ring, factors, weight_ptr, bias_ptr, rms_weight_ptr, x_raw, x_ready,
-                        do_raw, do_ready, out_raw, stage + 1, next_channel, HAS_WEIGHT, HAS_BIAS, HAS_RMS_WEIGHT,
-                        STAGES, OUT_STAGES, D,
-                    )  # fmt: skip
-                if SUMS:
-                    rstd = factors.index(4 * s).load(row_layout)
-                    sum_dx = gl.zeros([_ROWS], gl.float32, row_layout)
-                    sum_xdx = gl.zeros([_ROWS], gl.float32, row_layout)
-                mbarrier.wait(ds_ready, stage & 1)
-                for h in gl.static_range(2):
-                    dx = zeros
-                    for w in gl.static_range(2):
-                        keys = k_tiles.index(w).slice(h * HALF, HALF, dim=1)
-                        dx = warpgroup_mma(ds_tiles.index(w).permute((1, 0)), keys, dx, use_acc=w > 0, is_async=True)
-                    dx = warpgroup_mma_wait(0, deps=[dx])
-                    if h == 1:
-                        mbarrier.arrive(ds_empty, count=1)
-                    dx = dx * ds_scale
-                    if ADD:
-                        dx += do_ring.index(s).slice(h * HALF, HALF, dim=1).load(layout).to(gl.float32)
-                    # The place of dout takes what is written.
-                    out = out_ring.index(2 * o + h)
-                    if SUMS:
-                        x = x_ring.index(s).slice(h * HALF, HALF, dim=1).load(layout).to(gl.float32)
-                        sum_dx += gl.sum(dx, 1)
-                        sum_xdx += gl.sum(dx * x, 1)
-                        dx = dx * rstd[:, None]
-                        if RESIDUAL:
-                            dx += out.load(layout).to(gl.float32)
-                    if h == 1:
-                        # Reads of a tile may still be under way: without the fence the copy engine overwrites them.
-                        fence_async_shared()
-                        mbarrier.arrive(empty.index(s), count=1)
-                    write_rows(dx_desc, out, dx.to(dtype), row, left, channel + h * HALF)
-                if SUMS:
-                    rows = gl.arange(0, _ROWS, row_layout)
-                    ptr = sums_ptr + head.to(gl.int64) * num_rows + row + rows
-                    gl.store(ptr, sum_dx, mask=rows < left)
-                    gl.store(ptr + num_heads.to(gl.int64) * num_rows, sum_xdx, mask=rows < left)
-                tma.store_wait(pendings=0)
-                mbarrier.arrive(out_empty.index(o), count=1)
-                stage += 1
-            mbarrier.arrive(kv_empty, count=1)
-            first_q = next_q
-            len_q = next_len_q
-            index += 1
+        channel = (work % num_heads) * D
+        mbarrier.wait(k_ready, index & 1)
+        for i in range(num_key_tiles(len_q, _ROWS)):
+            s = stage % STAGES
+            # Long past; the copy has to be seen by all who read it.
+            mbarrier.wait(do_ready.index(s), (stage // STAGES) & 1)
+            mbarrier.wait(ds_ready, stage & 1)
+            for h in gl.static_range(2):
+                dx = zeros
+                for w in gl.static_range(2):
+                    keys = k_tiles.index(w).slice(h * HALF, HALF, dim=1)
+                    dx = warpgroup_mma(ds_tiles.index(w).permute((1, 0)), keys, dx, use_acc=w > 0, is_async=True)
+                dx = warpgroup_mma_wait(0, deps=[dx])
+                if h == 1:
+                    mbarrier.arrive(ds_empty, count=1)
+                dx = dx * ds_scale
+                if ADD:
+                    dx += do_ring.index(s).slice(h * HALF, HALF, dim=1).load(layout).to(gl.float32)
+                if h == 1:
+                    # Reads of a tile may still be under way: without the fence the copy engine overwrites them.
+                    fence_async_shared()
+                    mbarrier.arrive(empty.index(s), count=1)
+                # The copy of two halves before, from this place.
+                tma.store_wait(pendings=1)
+                write_rows(
+                    dx_desc, out_tiles.index(h), dx.to(dtype), first_q + i * _ROWS, len_q - i * _ROWS,
+                    channel + h * HALF,
+                )  # fmt: skip
+            stage += 1
+        mbarrier.arrive(kv_empty, count=1)
+        index += 1  # noqa: SIM113
+    tma.store_wait(pendings=0)
 
 
-@gluon.jit(do_not_specialize=["num_rows", "num_works", "num_heads"])
+@gluon.jit(do_not_specialize=["num_works", "num_heads"])
 def attend_bwd_kernel(
-    q_desc,  # (T_q, H * D), of sequences, in tiles of (64, D), as all others but dout and dx
-    total_desc,  # (T_q, H * D): rows before the RMS norm
-    dout_desc,  # (T_q, H * D), tiles of (64, D / 2)
+    x_desc,  # (T_q, H * D), of sequences, in tiles of (64, D), as all others but dx: rows after the layer norm
+    do_desc,  # (T_q, H * D): gradient of the sum before the RMS norm
     k_desc,  # (T_k, H * D)
     v_desc,
-    dx_desc,  # (T_q, H * D), tiles of (64, D / 2): gradient of the rows after the layer norm, or a part of dq if SUMS
+    dx_desc,  # (T_q, H * D), tiles of (64, D / 2): gradient of the rows after the layer norm
     dk_desc,  # (T_k, H * D)
     dv_desc,
-    sums_ptr,  # (2, H, T_q) float32: of that gradient, of it times these rows; written only if SUMS
-    mean_ptr,  # (T_q,) float32
-    rstd_ptr,  # (T_q,) float32
-    rrms_ptr,  # (T_q,) float32
-    along_ptr,  # (T_q,) float32: times the rows before the RMS norm, what their gradient lacks
-    weight_ptr,  # (H * D,), read only if HAS_WEIGHT
-    bias_ptr,  # (H * D,), read only if HAS_BIAS
-    rms_weight_ptr,  # (H * D,), read only if HAS_RMS_WEIGHT
     chunks_ptr,  # (B, 4) int32
-    num_rows,  # T_q
     num_works,  # sequences times heads
     num_heads,
     pre_scale,
@@ -359,18 +247,12 @@ def attend_bwd_kernel(
     ACTIVATION_DERIVATIVE: gl.constexpr,  # not used in pairs
     IN_PAIRS: gl.constexpr,  # ACTIVATION takes scores and pre_scale, and makes bfloat16
     HAS_PRE_SCALE: gl.constexpr,  # pre_scale is not 1; not asked in pairs
-    HAS_WEIGHT: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    HAS_RMS_WEIGHT: gl.constexpr,
-    ADD: gl.constexpr,  # add the gradient of the sum
-    SUMS: gl.constexpr,  # without weight and bias of the layer norm
-    RESIDUAL: gl.constexpr,  # dq has dout in it
+    ADD: gl.constexpr,  # add do to dx
     STAGES: gl.constexpr,
-    OUT_STAGES: gl.constexpr,
     D: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    dtype: gl.constexpr = q_desc.dtype
+    dtype: gl.constexpr = x_desc.dtype
     HALF: gl.constexpr = D // 2
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, D], dtype)
     half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, HALF], dtype)
@@ -380,14 +262,7 @@ def attend_bwd_kernel(
     k_tiles = gl.allocate_shared_memory(dtype, [2, _ROWS, D], layout)
     v_tiles = gl.allocate_shared_memory(dtype, [2, _ROWS, D], layout)
     ds_tiles = gl.allocate_shared_memory(dtype, [2, _ROWS, _ROWS], ds_layout)
-    # dout on its way in, in halves, then what is written.
-    out_ring = gl.allocate_shared_memory(dtype, [2 * OUT_STAGES, _ROWS, HALF], half_layout)
-    factors = allocate_factors(4 * STAGES)
-    # Raw are tiles as they are in memory, with the statistics of their rows; ready those that products read.
-    x_raw = allocate_barriers(STAGES)
-    do_raw = allocate_barriers(STAGES)
-    out_raw = allocate_barriers(OUT_STAGES)
-    out_empty = allocate_barriers(OUT_STAGES)
+    out_tiles = gl.allocate_shared_memory(dtype, [2, _ROWS, HALF], half_layout)
     x_ready = allocate_barriers(STAGES)
     do_ready = allocate_barriers(STAGES)
     empty = allocate_barriers(STAGES)
@@ -398,14 +273,9 @@ def attend_bwd_kernel(
     ds_ready = single.index(3)
     ds_empty = single.index(4)
     for i in gl.static_range(STAGES):
-        mbarrier.init(x_raw.index(i), count=2)
-        mbarrier.init(do_raw.index(i), count=1)
         mbarrier.init(x_ready.index(i), count=1)
         mbarrier.init(do_ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=3)
-    for i in gl.static_range(OUT_STAGES):
-        mbarrier.init(out_raw.index(i), count=1)
-        mbarrier.init(out_empty.index(i), count=1)
     mbarrier.init(k_ready, count=1)
     mbarrier.init(v_ready, count=1)
     mbarrier.init(kv_empty, count=3)
@@ -432,28 +302,18 @@ def attend_bwd_kernel(
             (
                 _make_rows,
                 (
-                    dx_desc, sums_ptr, num_rows, weight_ptr, bias_ptr, rms_weight_ptr, chunks_ptr, x_ring, do_ring,
-                    out_ring, k_tiles, ds_tiles, factors, x_raw, x_ready, do_raw, do_ready, out_raw, empty, out_empty,
-                    k_ready, kv_empty, ds_ready, ds_empty, num_works, num_heads, ds_scale, HAS_WEIGHT, HAS_BIAS,
-                    HAS_RMS_WEIGHT, ADD, SUMS, RESIDUAL, STAGES, OUT_STAGES, D,
+                    dx_desc, chunks_ptr, do_ring, k_tiles, ds_tiles, out_tiles, do_ready, empty, k_ready, kv_empty,
+                    ds_ready, ds_empty, num_works, num_heads, ds_scale, ADD, STAGES, D,
                 ),
             ),
             (
                 _produce,
                 (
-                    q_desc, total_desc, dout_desc, k_desc, v_desc, chunks_ptr, x_ring, do_ring, out_ring, k_tiles,
-                    v_tiles, x_raw, do_raw, out_raw, empty, out_empty, k_ready, v_ready, kv_empty, num_works,
-                    num_heads, STAGES, OUT_STAGES, D,
-                ),
-            ),
-            (
-                _read_statistics,
-                (
-                    mean_ptr, rstd_ptr, rrms_ptr, along_ptr, chunks_ptr, factors, x_raw, empty, num_works, num_heads,
-                    STAGES,
+                    x_desc, do_desc, k_desc, v_desc, chunks_ptr, x_ring, do_ring, k_tiles, v_tiles, x_ready, do_ready,
+                    empty, k_ready, v_ready, kv_empty, num_works, num_heads, STAGES, D,
                 ),
             ),
         ],
-        [4, 4, 1, 1],
-        [208, 72, 24, 24],
+        [4, 4, 1],
+        [208, 72, 24],
     )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -12,80 +11,45 @@ from gem_kernels._src.compile_spec import CompileSpec
 
 
 def compile_specs() -> Sequence[CompileSpec]:
-    """Forward and backward with and without options, and the order of sequences."""
+    """The backward with and without options, and the order of sequences; the forward is GDPA's."""
     # Imported here: only the compile test and CUDA launches need Gluon.
     from gem_kernels._src.attention.hopper.tiles import ROWS
-    from gem_kernels._src.gdpa import hopper_launch as gdpa_hopper
     from gem_kernels._src.gdpa.hopper_activation import pair_activation, scaled_activation
     from gem_kernels._src.gdpa_norm_block.hopper_backward import BLOCK, OTHERS, attend_bwd_kernel, order_kernel
-    from gem_kernels._src.gdpa_norm_block.hopper_forward import attend_kernel
-    from gem_kernels._src.gdpa_norm_block.hopper_launch import BACKWARD_HEAD_DIM, BACKWARD_OUT_STAGES, BACKWARD_STAGES
+    from gem_kernels._src.gdpa_norm_block.hopper_launch import BACKWARD_HEAD_DIM, BACKWARD_STAGES
 
     act = scaled_activation("fast_gelu")
     pairs = pair_activation("fast_gelu", torch.bfloat16)
     assert pairs is not None
     specs = []
-    for name, dim, options in (("bf16", 128, False), ("bf16", 64, True), ("fp16", 128, True)):
-        in_pairs = name == "bf16"
+    dim = BACKWARD_HEAD_DIM
+    tiles = dict.fromkeys(("x_desc", "do_desc", "k_desc", "v_desc", "dk_desc", "dv_desc"), (1, 1, ROWS, dim))
+    for name, in_pairs, options in (
+        ("bf16", True, False),
+        ("bf16", False, True),
+        ("fp16", False, True),
+    ):
         specs.append(
             hopper_spec(
-                f"hopper-forward-{name}-D{dim}{'-options' if options else ''}",
-                attend_kernel,
+                f"hopper-backward-{name}-D{dim}{'-pairs' if in_pairs else ''}{'-options' if options else ''}",
+                attend_bwd_kernel,
                 name,
                 dim,
-                {"q_desc": ROWS, "out_desc": ROWS}
-                | dict.fromkeys(("k_desc", "v_desc"), (1, 1, gdpa_hopper.BLOCK_N, dim)),
+                tiles | {"dx_desc": (1, 1, ROWS, dim // 2)},
                 {
-                    "ACTIVATION": pairs.value if in_pairs else act.value,
+                    "ACTIVATION": pairs.value_and_slope if in_pairs else act.value,
+                    "ACTIVATION_DERIVATIVE": pairs.slope if in_pairs else act.derivative,
                     "IN_PAIRS": in_pairs,
                     "HAS_PRE_SCALE": options and not in_pairs,
-                    "HAS_WEIGHT": options,
-                    "HAS_BIAS": options,
-                    "PRODUCTS": not options,
-                    "GROUP": 2 if options else 1,
-                    "STAGES": gdpa_hopper.STAGES[dim],
-                    "BLOCK_N": gdpa_hopper.BLOCK_N,
+                    "ADD": options,
+                    "STAGES": BACKWARD_STAGES,
                     "D": dim,
                     "num_warps": 4,
                 },
-                max_spill_bytes=192,
+                # Two accumulators of 64 registers beside tiles of scores, and a warpgroup with 72 registers.
+                max_spill_bytes=256,
             )
         )
-    dim = BACKWARD_HEAD_DIM
-    tiles = dict.fromkeys(("q_desc", "total_desc", "k_desc", "v_desc", "dk_desc", "dv_desc"), (1, 1, ROWS, dim))
-    for name, in_pairs, options in (
-        ("bf16", True, False),
-        ("bf16", True, True),
-        ("bf16", False, False),
-        ("fp16", False, True),
-    ):
-        spec = hopper_spec(
-            f"hopper-backward-{name}-D{dim}{'-pairs' if in_pairs else ''}{'-options' if options else ''}",
-            attend_bwd_kernel,
-            name,
-            dim,
-            tiles | dict.fromkeys(("dout_desc", "dx_desc"), (1, 1, ROWS, dim // 2)),
-            {
-                "ACTIVATION": pairs.value_and_slope if in_pairs else act.value,
-                "ACTIVATION_DERIVATIVE": pairs.slope if in_pairs else act.derivative,
-                "IN_PAIRS": in_pairs,
-                "HAS_PRE_SCALE": options and not in_pairs,
-                "HAS_WEIGHT": options,
-                "HAS_BIAS": options,
-                "HAS_RMS_WEIGHT": options,
-                "ADD": not options,
-                "SUMS": not options,
-                "RESIDUAL": not options,
-                "STAGES": BACKWARD_STAGES,
-                "OUT_STAGES": BACKWARD_OUT_STAGES,
-                "D": dim,
-                "num_warps": 4,
-            },
-            # Two accumulators of 64 registers beside two tiles of scores, and a warpgroup with 72 registers.
-            max_spill_bytes=448,
-        )
-        specs.append(spec)
-    specs = [replace(spec, signature=dict(spec.signature) | _float32(spec)) for spec in specs]
     specs += [
         CompileSpec(
             id=f"hopper-order{'' if is_sorted else '-as-they-come'}",
@@ -104,8 +68,3 @@ def compile_specs() -> Sequence[CompileSpec]:
         for is_sorted in (True, False)
     ]
     return specs
-
-
-def _float32(spec: CompileSpec) -> dict[str, str]:
-    """Types of pointers that not all Hopper kernels have."""
-    return dict.fromkeys({"sums_ptr", "along_ptr", "products_ptr"} & set(spec.signature), "*fp32")

@@ -16,20 +16,22 @@ from gem_kernels._src.attention.flops import backward_flops, forward_flops, num_
 from gem_kernels._src.attention.reuse import reusing
 from gem_kernels._src.attention.schedule import find_store
 from gem_kernels._src.gdpa_norm_block import cpu
-from gem_kernels._src.gdpa_norm_block.arguments import Options, Parameters, Statistics
+from gem_kernels._src.gdpa_norm_block.arguments import Kept, Options, Parameters, Statistics
 from gem_kernels._src.gdpa_norm_block.selection import keeps_rows
 from gem_kernels._src.validate import check_batch, reads_values
 
 NAME = "gdpa_norm_block"
 
 
-def _nothing(q: Tensor) -> Tensor:
-    return q.new_empty(0, *q.shape[1:])
+def _nothing(q: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_empty(0, *q.shape[1:]), q.new_empty(0, *q.shape[1:])
 
 
-def _kept(total: Tensor | None, q: Tensor) -> Tensor | None:
+def _kept(normed: Tensor | None, total: Tensor | None, q: Tensor) -> Kept | None:
     """The rows of the forward, or None where the backward makes them again."""
-    return None if total is None or total.shape[0] != q.shape[0] else total
+    if normed is None or total is None or normed.shape[0] != q.shape[0]:
+        return None
+    return Kept(normed, total)
 
 
 @torch.library.custom_op("gem_kernels::gdpa_norm_block", mutates_args=(), device_types="cuda")
@@ -53,10 +55,10 @@ def gdpa_norm_block_op(
     validate: bool,
     schedule: Tensor | None = None,
     recompute: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output (T_q, H, D), contiguous, in the dtype of q; three statistics (T_q,) of its rows; rows before the RMS norm.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output (T_q, H, D), contiguous, in the dtype of q; three statistics (T_q,) of its rows; ``Kept``.
 
-    The last has no rows if the backward makes them again.
+    The last two have no rows if the backward makes them again.
     """
     # Imported here: Triton is absent where only the CPU kernels are used.
     from gem_kernels._src.gdpa_norm_block.launch import launch_forward
@@ -69,7 +71,7 @@ def gdpa_norm_block_op(
     with reusing(find_store(NAME, schedule, offsets_q, offsets_k, None)):
         keep = keeps_rows(recompute, q, k, parameters, options, offsets_q.shape[0] - 1)
         out, statistics, kept = launch_forward(q, k, v, offsets_q, offsets_k, parameters, options, keep=keep)
-    return out, *statistics, _nothing(q) if kept is None else kept
+    return out, *statistics, *(_nothing(q) if kept is None else kept)
 
 
 @gdpa_norm_block_op.register_kernel("cpu")
@@ -93,7 +95,7 @@ def _forward_cpu(
     validate: bool,
     schedule: Tensor | None = None,
     recompute: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     # Whoever made a schedule of the offsets has read them; the attention inside finds it in scope.
     store = find_store(NAME, schedule, offsets_q, offsets_k, None)
     read_offsets = store is None or validate
@@ -104,7 +106,7 @@ def _forward_cpu(
     with torch.autocast("cpu", enabled=False), reusing(store):
         keep = keeps_rows(recompute, q, k, parameters, options, offsets_q.shape[0] - 1)
         out, statistics, kept = cpu.forward(q, k, v, offsets_q, offsets_k, parameters, options, keep=keep)
-    return out, *statistics, _nothing(q) if kept is None else kept
+    return out, *statistics, *(_nothing(q) if kept is None else kept)
 
 
 @gdpa_norm_block_op.register_fake
@@ -128,12 +130,13 @@ def _forward_fake(
     validate: bool,
     schedule: Tensor | None = None,
     recompute: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     options = Options(max_seqlen_q, max_seqlen_k, activation, pre_scale, post_scale, query_residual, residual, eps)
     parameters = Parameters(norm_weight, norm_bias, rms_weight)
     mean, rstd, rrms = (q.new_empty(q.shape[0], dtype=compute_dtype(q.dtype)) for _ in range(3))
     keep = keeps_rows(recompute, q, k, parameters, options, offsets_q.shape[0] - 1)
-    return q.new_empty(q.shape), mean, rstd, rrms, q.new_empty(q.shape) if keep else _nothing(q)
+    normed, total = (q.new_empty(q.shape) for _ in range(2)) if keep else _nothing(q)
+    return q.new_empty(q.shape), mean, rstd, rrms, normed, total
 
 
 @torch.library.custom_op("gem_kernels::gdpa_norm_block_backward", mutates_args=(), device_types="cuda")
@@ -159,6 +162,7 @@ def gdpa_norm_block_backward_op(
     residual: bool,
     eps: float,
     schedule: Tensor | None = None,
+    normed: Tensor | None = None,
     total: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and the three parameters, empty for absent ones; the same bits on every run."""
@@ -167,7 +171,7 @@ def gdpa_norm_block_backward_op(
     options = Options(max_seqlen_q, max_seqlen_k, activation, pre_scale, post_scale, query_residual, residual, eps)
     parameters, statistics = Parameters(norm_weight, norm_bias, rms_weight), Statistics(mean, rstd, rrms)
     with reusing(find_store(NAME, schedule, offsets_q, offsets_k, None)):
-        kept = _kept(total, q)
+        kept = _kept(normed, total, q)
         return launch_backward(do, q, k, v, offsets_q, offsets_k, parameters, statistics, options, kept)
 
 
@@ -194,6 +198,7 @@ def _backward_cpu(
     residual: bool,
     eps: float,
     schedule: Tensor | None = None,
+    normed: Tensor | None = None,
     total: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     options = Options(max_seqlen_q, max_seqlen_k, activation, pre_scale, post_scale, query_residual, residual, eps)
@@ -201,7 +206,7 @@ def _backward_cpu(
     # The matmuls inside keep their dtype although the caller may be under autocast.
     store = find_store(NAME, schedule, offsets_q, offsets_k, None)
     with torch.autocast("cpu", enabled=False), reusing(store):
-        kept = _kept(total, q)
+        kept = _kept(normed, total, q)
         return cpu.backward(do, q, k, v, offsets_q, offsets_k, parameters, statistics, options, kept)
 
 
@@ -228,7 +233,8 @@ def _backward_fake(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors_and_options, _validate, schedule, recompute = inputs
     tensors, ctx.options = tensors_and_options[:8], tensors_and_options[8:]
-    ctx.save_for_backward(*tensors, *output[1:4], schedule, None if recompute else output[4])
+    kept = (None, None) if recompute else output[4:]
+    ctx.save_for_backward(*tensors, *output[1:4], schedule, *kept)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -236,8 +242,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _backward(ctx: Any, do: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if do is None:
         return (None,) * 19
-    *saved, schedule, total = ctx.saved_tensors
-    dq, dk, dv, *dparameters = gdpa_norm_block_backward_op(do, *saved, *ctx.options, schedule, total)
+    *saved, schedule, normed, total = ctx.saved_tensors
+    dq, dk, dv, *dparameters = gdpa_norm_block_backward_op(do, *saved, *ctx.options, schedule, normed, total)
     given = (None if x is None else dx for x, dx in zip(saved[5:8], dparameters, strict=True))
     return dq, dk, dv, None, None, *given, *(None,) * 11
 

@@ -9,9 +9,6 @@ import triton.language as tl
 
 from gem_kernels._src.norm_linear.rows import load_features, load_row_tile, store_row_tile
 
-BLOCK = 1024
-"""Rows of a program of ``along_kernel``."""
-
 
 @triton.jit
 def _normalized(
@@ -53,7 +50,7 @@ def layer_norm_kernel(
     q_ptr,  # (T_q, N)
     weight_ptr,  # (N,), read only if HAS_WEIGHT
     bias_ptr,  # (N,), read only if HAS_BIAS
-    out_ptr,  # (T_q, N), written only if WRITE
+    out_ptr,  # (T_q, N)
     mean_ptr,  # (T_q,)
     rstd_ptr,  # (T_q,)
     stride_qt,
@@ -64,7 +61,6 @@ def layer_norm_kernel(
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    WRITE: tl.constexpr = True,
 ):
     first = tl.program_id(0).to(tl.int64) * ROWS
     rows = first + tl.arange(0, ROWS)
@@ -74,9 +70,8 @@ def layer_norm_kernel(
     if N != BLOCK_N:
         x = tl.where((tl.arange(0, BLOCK_N) < N)[None, :], x, 0.0)
     rstd = tl.rsqrt(tl.sum(x * x, 1) / N + eps)
-    if WRITE:
-        x = _affine(x * rstd[:, None], weight_ptr, bias_ptr, N, BLOCK_N, HAS_WEIGHT, HAS_BIAS)
-        store_row_tile(out_ptr, x, first, num_rows, N, ROWS, BLOCK_N)
+    x = _affine(x * rstd[:, None], weight_ptr, bias_ptr, N, BLOCK_N, HAS_WEIGHT, HAS_BIAS)
+    store_row_tile(out_ptr, x, first, num_rows, N, ROWS, BLOCK_N)
     tl.store(mean_ptr + rows, mean, mask=rows < num_rows)
     tl.store(rstd_ptr + rows, rstd, mask=rows < num_rows)
 
@@ -132,8 +127,7 @@ def add_rms_norm_bwd_kernel(
     weight_ptr,  # (N,), read only if HAS_WEIGHT
     bias_ptr,  # (N,), read only if HAS_BIAS
     rms_weight_ptr,  # (N,), read only if HAS_RMS_WEIGHT
-    dtotal_ptr,  # (T_q, N), gradient of the sum before the RMS norm, written if WRITE; may be attended
-    along_ptr,  # (T_q,), written unless WRITE: dtotal is rrms times dout and its weight, less this times the sum
+    dtotal_ptr,  # (T_q, N), gradient of the sum before the RMS norm; may be attended
     sums_ptr,  # (programs, N): of dout times the normalised sum; written only if HAS_RMS_WEIGHT
     stride_dot,
     stride_qt,
@@ -143,7 +137,6 @@ def add_rms_norm_bwd_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_RMS_WEIGHT: tl.constexpr,
     QUERY_RESIDUAL: tl.constexpr,
-    WRITE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -163,11 +156,8 @@ def add_rms_norm_bwd_kernel(
             # A bias of the layer norm stands in rows outside the tensor too: there dx is 0.
             sums += dx * x
             dx *= load_features(rms_weight_ptr, N, BLOCK_N)
-        product = (tl.sum(dx * x, 1) / N)[:, None]
-        if WRITE:
-            store_row_tile(dtotal_ptr, rrms * (dx - x * product), first, num_rows, N, ROWS, BLOCK_N)
-        else:
-            tl.store(along_ptr + rows[:, None], rrms * rrms * product, mask=(rows < num_rows)[:, None])
+        dx = rrms * (dx - x * (tl.sum(dx * x, 1) / N)[:, None])
+        store_row_tile(dtotal_ptr, dx, first, num_rows, N, ROWS, BLOCK_N)
     if HAS_RMS_WEIGHT:
         offs_n = tl.arange(0, BLOCK_N)
         tl.store(sums_ptr + pid.to(tl.int64) * N + offs_n, tl.sum(sums, 0), mask=offs_n < N)
@@ -219,49 +209,3 @@ def layer_norm_bwd_kernel(
         sums_ptr += pid.to(tl.int64) * N
         tl.store(sums_ptr + offs_n, tl.sum(sum_dweight, 0), mask=offs_n < N)
         tl.store(sums_ptr + num_programs.to(tl.int64) * N + offs_n, tl.sum(sum_dbias, 0), mask=offs_n < N)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def layer_norm_bwd_end_kernel(
-    dq_ptr,  # (T_q, N): of every row what needs no sum over all heads, from then on the gradient of q
-    q_ptr,  # (T_q, N)
-    mean_ptr,  # (T_q,)
-    rstd_ptr,  # (T_q,)
-    sums_ptr,  # (2, HEADS, T_q): of the gradient after the norm, of it times the normalised row
-    stride_qt,
-    num_rows,
-    N: tl.constexpr,
-    HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    rows = first + tl.arange(0, ROWS)
-    dq = load_row_tile(dq_ptr, first, num_rows, N, N, ROWS, BLOCK_N)
-    _, unit, rstd = _normalized(q_ptr, mean_ptr, rstd_ptr, first, num_rows, stride_qt, N, ROWS, BLOCK_N)
-    sum_dx = tl.zeros([ROWS], tl.float32)
-    sum_xdx = tl.zeros([ROWS], tl.float32)
-    for head in range(HEADS):
-        ptr = sums_ptr + head * num_rows.to(tl.int64) + rows
-        sum_dx += tl.load(ptr, mask=rows < num_rows, other=0.0)
-        sum_xdx += tl.load(ptr + HEADS * num_rows.to(tl.int64), mask=rows < num_rows, other=0.0)
-    dq -= rstd * ((sum_dx / N)[:, None] + unit * (sum_xdx / N)[:, None])
-    store_row_tile(dq_ptr, dq, first, num_rows, N, ROWS, BLOCK_N)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def along_kernel(
-    products_ptr,  # (HEADS, T_q): of the sum before the RMS norm and dout, head by head
-    rrms_ptr,  # (T_q,)
-    along_ptr,  # (T_q,), as of ``add_rms_norm_bwd_kernel`` without a weight
-    num_rows,
-    N: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    product = tl.zeros([BLOCK], tl.float32)
-    for head in range(HEADS):
-        product += tl.load(products_ptr + head * num_rows.to(tl.int64) + rows, mask=rows < num_rows, other=0.0)
-    rrms = tl.load(rrms_ptr + rows, mask=rows < num_rows, other=0.0)
-    tl.store(along_ptr + rows, rrms * rrms * rrms * (product / N), mask=rows < num_rows)

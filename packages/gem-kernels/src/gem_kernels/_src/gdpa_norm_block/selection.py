@@ -34,5 +34,5 @@ def has_few_keys(q: Tensor, k: Tensor, parameters: Parameters, options: Options,
 def keeps_rows(
     recompute: bool, q: Tensor, k: Tensor, parameters: Parameters, options: Options, num_sequences: int
 ) -> bool:
-    """Whether the forward returns rows before the RMS norm. The kernels for few keys have no use for them."""
+    """Whether the forward returns ``Kept``. The kernels for few keys have no use for it."""
     return not recompute and not has_few_keys(q, k, parameters, options, num_sequences)

@@ -9,11 +9,8 @@ import torch
 from gem_kernels._src.attention.specs import TRITON_NAMES
 from gem_kernels._src.compile_spec import CompileSpec
 from gem_kernels._src.gdpa_norm_block.rows import (
-    BLOCK,
     add_rms_norm_bwd_kernel,
     add_rms_norm_kernel,
-    along_kernel,
-    layer_norm_bwd_end_kernel,
     layer_norm_bwd_kernel,
     layer_norm_kernel,
 )
@@ -24,18 +21,15 @@ _KERNELS = {
     "add_rms_norm": add_rms_norm_kernel,
     "add_rms_norm-backward": add_rms_norm_bwd_kernel,
     "layer_norm-backward": layer_norm_bwd_kernel,
-    "layer_norm-end-backward": layer_norm_bwd_end_kernel,
-    "along-backward": along_kernel,
 }
-_FLOAT32_POINTERS = {"mean_ptr", "rstd_ptr", "rrms_ptr", "along_ptr", "products_ptr", "sums_ptr"}
+_FLOAT32_POINTERS = {"mean_ptr", "rstd_ptr", "rrms_ptr", "sums_ptr"}
 
 
 def _spec(name: str, features: int, dtype: torch.dtype, *, full: bool) -> CompileSpec:
     kernel = _KERNELS[name]
     config = (select_backward_rows if name.endswith("-backward") else select_rows)(features)
-    flags = ("WRITE", "HAS_WEIGHT", "HAS_BIAS", "HAS_RMS_WEIGHT", "QUERY_RESIDUAL", "RESIDUAL", "KEEP", "SUMS")
-    sizes = {"N": features, "HEADS": 4, "BLOCK": BLOCK, "ROWS": config.rows, "BLOCK_N": config.block_n}
-    constexprs = sizes | dict.fromkeys(flags, full)
+    flags = ("HAS_WEIGHT", "HAS_BIAS", "HAS_RMS_WEIGHT", "QUERY_RESIDUAL", "RESIDUAL", "KEEP", "SUMS")
+    constexprs = {"N": features, "ROWS": config.rows, "BLOCK_N": config.block_n} | dict.fromkeys(flags, full)
     constexprs = {key: value for key, value in constexprs.items() if key in kernel.arg_names}
     signature = {}
     for argument in kernel.arg_names:
