@@ -97,7 +97,10 @@ def test_bad_input_is_named(function, args, error, words):
 @pytest.mark.parametrize("shape", [(3, 5, 7), (0,), (300, 64, 256)], ids=str)
 def test_cuda_gate(shape, dtype):
     x, z, grad = draw(3, shape, dtype, "cuda")
-    assert_close(gated(x, z, grad), expected(x, z, grad), 2 * torch.finfo(dtype).eps)
+    # Of three roundings in float32, at numbers up to 5.
+    assert_close(
+        gated(x, z, grad), expected(x, z, grad), max(2 * torch.finfo(dtype).eps, 16 * torch.finfo(torch.float32).eps)
+    )
 
 
 @pytest.mark.gpu
