@@ -43,14 +43,13 @@ from gem_kernels._src.attention.hopper.tiles import (
     _as_tile_of,
     allocate_barriers,
     copy_rows,
+    tma_add,
     tma_load,
     tma_store,
+    view_as,
     write_rows,
 )
-from gem_kernels._src.gdpa.hopper_activation import times_pairs
-from gem_kernels._src.gdpa.hopper_units import FIELDS
-from gem_kernels._src.jagged_attention.hopper_onepass import _tma_add, _view
-from gem_kernels._src.jagged_attention.hopper_turns import (
+from gem_kernels._src.attention.hopper.turns import (
     NUM_WORKS,
     announce,
     await_work,
@@ -59,6 +58,8 @@ from gem_kernels._src.jagged_attention.hopper_turns import (
     pass_turn,
     turn_of,
 )
+from gem_kernels._src.gdpa.hopper_activation import times_pairs
+from gem_kernels._src.gdpa.hopper_units import FIELDS
 
 _TILE_ROWS = gl.constexpr(TILE_ROWS)
 _ROWS = gl.constexpr(ROWS)
@@ -134,7 +135,7 @@ def _move_dq(
     HALF: gl.constexpr = D // 2
     half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, HALF], dq_desc.dtype)
     dq_tile = dq_tiles.index(W)
-    out_tile = _view(dq_tile, dq_desc.dtype, [_ROWS, HALF], half_layout)
+    out_tile = view_as(dq_tile, dq_desc.dtype, [_ROWS, HALF], half_layout)
     out_place = _as_tile_of(out_tile, dq_desc)
     grant = 0  # times that the place was granted
     index = 0
@@ -187,7 +188,7 @@ def _move_dq(
                     while turn < block:
                         turn = turn_of(turns_ptr + place)
                     fence_turn(turn)
-                    _tma_add(sums_desc, [place * _ROWS, 0], dq_tile)
+                    tma_add(sums_desc, [place * _ROWS, 0], dq_tile)
                 tma.store_wait(pendings=0)
                 if is_last == 0:
                     if j == count:
@@ -240,8 +241,8 @@ def _consume(
     zeros = gl.zeros([_ROWS, _ROWS], gl.float32, scores_layout)
     no_dq = gl.zeros([_ROWS, HALF], gl.float32, dq_layout)
     dq_tile = dq_tiles.index(W)
-    half_tile = _view(dq_tile, dtype, [_ROWS, HALF], half_layout)
-    out_tile = _view(dq_tile, dtype, [_ROWS, D], stage_layout)
+    half_tile = view_as(dq_tile, dtype, [_ROWS, HALF], half_layout)
+    out_tile = view_as(dq_tile, dtype, [_ROWS, D], stage_layout)
     grants = 0
     stage = 0  # query tiles so far
     index = 0  # units of work so far

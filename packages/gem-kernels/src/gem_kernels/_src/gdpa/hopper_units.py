@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gem_kernels._src.attention.hopper.call import call
-from gem_kernels._src.attention.hopper.schedule import BLOCK, MAX_SORTED, OTHERS
-from gem_kernels._src.jagged_attention.hopper_units import _jagged_attention_hopper_order_kernel, _length
+from gem_kernels._src.attention.hopper.order import length_of, order_by_work
+from gem_kernels._src.attention.hopper.schedule import OTHERS
 
 FIELDS = 8
 """Numbers of a unit."""
@@ -38,7 +38,7 @@ class Units(NamedTuple):
 @triton.jit
 def _tiles(offsets_k_ptr, b, inside, TILE_ROWS: tl.constexpr):
     """Key tiles of sequences: at least one, which writes zeros."""
-    tiles = (_length(offsets_k_ptr, b, inside) + TILE_ROWS - 1) // TILE_ROWS
+    tiles = (length_of(offsets_k_ptr, b, inside) + TILE_ROWS - 1) // TILE_ROWS
     return tl.where(inside, tl.maximum(tiles, 1), 0).to(tl.int32)
 
 
@@ -71,8 +71,8 @@ def _gdpa_hopper_units_kernel(
     b = tl.load(order_ptr + places, mask=inside, other=0)
     first_q = tl.load(offsets_q_ptr + b, mask=inside, other=0).to(tl.int32)
     first_k = tl.load(offsets_k_ptr + b, mask=inside, other=0).to(tl.int32)
-    len_q = _length(offsets_q_ptr, b, inside).to(tl.int32)
-    len_k = _length(offsets_k_ptr, b, inside).to(tl.int32)
+    len_q = length_of(offsets_q_ptr, b, inside).to(tl.int32)
+    len_k = length_of(offsets_k_ptr, b, inside).to(tl.int32)
     tiles = _tiles(offsets_k_ptr, b, inside, TILE_ROWS)
     for i in range(tl.max(tiles, 0)):
         mask = i < tiles
@@ -105,14 +105,7 @@ def backward_units(
     """
     num_sequences = offsets_k.shape[0] - 1
     device = offsets_k.device
-    order = torch.empty(num_sequences, dtype=torch.int32, device=device)
-    call(
-        _jagged_attention_hopper_order_kernel,
-        triton.cdiv(num_sequences, BLOCK),
-        (offsets_q, offsets_k, order, num_sequences),
-        {"SORTED": num_sequences <= MAX_SORTED, "BLOCK": BLOCK, "OTHERS": OTHERS // 2},
-        device,
-    )
+    order = order_by_work(offsets_q, offsets_k)
     # Every tile but the last of its sequence is whole.
     units = torch.empty(total_k // tile_rows + num_sequences, FIELDS, dtype=torch.int32, device=device)
     num_units = torch.empty(1, dtype=torch.int32, device=device)

@@ -21,15 +21,11 @@ Six roles share a program:
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -45,12 +41,13 @@ from gem_kernels._src.attention.hopper.tiles import (
     allocate_barriers,
     load_chunk,
     store_tile,
+    tma_add,
     tma_load,
     tma_store,
+    view_as,
     zero_rows,
 )
-from gem_kernels._src.jagged_attention.hopper_forward import _exp2
-from gem_kernels._src.jagged_attention.hopper_turns import (
+from gem_kernels._src.attention.hopper.turns import (
     NUM_WORKS,
     announce,
     await_work,
@@ -59,28 +56,12 @@ from gem_kernels._src.jagged_attention.hopper_turns import (
     pass_turn,
     turn_of,
 )
+from gem_kernels._src.jagged_attention.hopper_forward import _exp2
 
 _TILE_ROWS = gl.constexpr(TILE_ROWS)
 _ROWS = gl.constexpr(ROWS)
 _NUM_WORKS = gl.constexpr(NUM_WORKS)
 FINISH_ROWS = 32
-
-
-@builtin
-def _reduce_by_tma(desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
-
-
-# Triton 3.6 has no name for it.
-_tma_add = getattr(tma, "async_atomic_add", _reduce_by_tma)
-
-
-@builtin
-def _view(tile: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
-    """The memory of a tile as another; Triton 3.9 has renamed the method."""
-    view = tile.reinterpret if hasattr(tile, "reinterpret") else tile._reinterpret
-    return view(dtype, shape, layout, _semantic=_semantic)
 
 
 @gluon.jit
@@ -258,7 +239,7 @@ def _add(
                     if block > 0:
                         fence_turn(turn)
                         # Rows past the queries are zeros: nothing is added to the next sequence.
-                        _tma_add(sums_desc, [row, channel], dq_tile)
+                        tma_add(sums_desc, [row, channel], dq_tile)
                     elif rest >= _ROWS:
                         tma_store(sums_desc, [row, channel], dq_tile)
                     else:
@@ -300,7 +281,7 @@ def _consume(
     keys = gl.arange(0, _ROWS, gl.SliceLayout(1, scores_layout)) + W * _ROWS
     queries = gl.arange(0, _ROWS, gl.SliceLayout(1, dq_layout))
     dq_tile = dq_tiles.index(W)
-    out_tile = _view(dq_tile, dtype, [_ROWS, D], stage_layout)
+    out_tile = view_as(dq_tile, dtype, [_ROWS, D], stage_layout)
     stage = 0  # query tiles so far
     index = 0  # units of work so far
     rest_before = 0

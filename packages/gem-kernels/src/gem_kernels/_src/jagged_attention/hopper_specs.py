@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from gem_kernels._src.attention.hopper.order import order_by_work_kernel
 from gem_kernels._src.attention.hopper.schedule import BLOCK, OTHERS
 from gem_kernels._src.attention.hopper.specs import hopper_spec
 from gem_kernels._src.attention.hopper.window_schedule import _window_schedule_kernel
@@ -24,10 +25,7 @@ from gem_kernels._src.jagged_attention.hopper_launch import (
     WINDOW_STAGES,
 )
 from gem_kernels._src.jagged_attention.hopper_stats import BLOCK_R, _jagged_attention_hopper_stats_kernel
-from gem_kernels._src.jagged_attention.hopper_units import (
-    _jagged_attention_hopper_order_kernel,
-    _jagged_attention_hopper_units_kernel,
-)
+from gem_kernels._src.jagged_attention.hopper_units import _jagged_attention_hopper_units_kernel
 
 
 def compile_specs() -> Sequence[CompileSpec]:
@@ -148,7 +146,7 @@ def _helpers() -> list[CompileSpec]:
     kernels: list[tuple[str, Any, dict[str, str], dict[str, int | bool]]] = [
         (
             f"hopper-order{'-sorted' if is_sorted else ''}",
-            _jagged_attention_hopper_order_kernel,
+            order_by_work_kernel,
             {**offsets, "order_ptr": "*i32", **count},
             {"SORTED": is_sorted, "BLOCK": BLOCK, "OTHERS": OTHERS // 2},
         )

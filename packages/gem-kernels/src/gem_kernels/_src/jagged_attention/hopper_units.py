@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gem_kernels._src.attention.hopper.call import call
-from gem_kernels._src.attention.hopper.schedule import BLOCK, MAX_SORTED, OTHERS
+from gem_kernels._src.attention.hopper.order import length_of, order_by_work
+from gem_kernels._src.attention.hopper.schedule import OTHERS
 
 
 class Units(NamedTuple):
@@ -27,43 +28,6 @@ class Units(NamedTuple):
     """(N,) int32: tiles of the same sequence before this one."""
     num_chunks: Tensor
     """(1,) int32, on the device: how many rows are written."""
-
-
-@triton.jit
-def _length(offsets_ptr, b, mask):
-    return tl.load(offsets_ptr + b + 1, mask=mask, other=0) - tl.load(offsets_ptr + b, mask=mask, other=0)
-
-
-@triton.jit
-def _work(offsets_q_ptr, offsets_k_ptr, b, mask, num_sequences):
-    """Distinct numbers that order sequences ``b``: by work, and the first first where it is equal."""
-    work = _length(offsets_q_ptr, b, mask).to(tl.int64) * _length(offsets_k_ptr, b, mask).to(tl.int64)
-    return work * (num_sequences + 1) + num_sequences - b
-
-
-@triton.jit(do_not_specialize=["num_sequences"])
-def _jagged_attention_hopper_order_kernel(
-    offsets_q_ptr,  # (B + 1,)
-    offsets_k_ptr,  # (B + 1,)
-    order_ptr,  # (B,) int32
-    num_sequences,
-    SORTED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OTHERS: tl.constexpr,
-):
-    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = b < num_sequences
-    rank = b
-    if SORTED:
-        rank = tl.zeros([BLOCK], tl.int32)
-        work = _work(offsets_q_ptr, offsets_k_ptr, b, mask, num_sequences)
-        for start in range(0, num_sequences, OTHERS):
-            others = start + tl.arange(0, OTHERS)
-            inside = others < num_sequences
-            other_work = _work(offsets_q_ptr, offsets_k_ptr, others, inside, num_sequences)
-            ahead = inside[None, :] & (other_work[None, :] > work[:, None])
-            rank += tl.sum(ahead.to(tl.int32), 1)
-    tl.store(order_ptr + rank, b, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_sequences"])
@@ -86,7 +50,7 @@ def _jagged_attention_hopper_units_kernel(
         places = start + tl.arange(0, OTHERS)
         inside = places < num_sequences
         others = tl.load(order_ptr + places, mask=inside, other=0)
-        tiles = ((_length(offsets_k_ptr, others, inside) + TILE_ROWS - 1) // TILE_ROWS).to(tl.int32)
+        tiles = ((length_of(offsets_k_ptr, others, inside) + TILE_ROWS - 1) // TILE_ROWS).to(tl.int32)
         total += tl.sum(tiles, 0)
         before += tl.sum(tl.where(places < first, tiles, 0), 0)
     if tl.program_id(0) == 0:
@@ -96,8 +60,8 @@ def _jagged_attention_hopper_units_kernel(
     b = tl.load(order_ptr + places, mask=inside, other=0)
     first_q = tl.load(offsets_q_ptr + b, mask=inside, other=0).to(tl.int32)
     first_k = tl.load(offsets_k_ptr + b, mask=inside, other=0).to(tl.int32)
-    len_q = _length(offsets_q_ptr, b, inside).to(tl.int32)
-    len_k = _length(offsets_k_ptr, b, inside).to(tl.int32)
+    len_q = length_of(offsets_q_ptr, b, inside).to(tl.int32)
+    len_k = length_of(offsets_k_ptr, b, inside).to(tl.int32)
     tiles = (len_k + TILE_ROWS - 1) // TILE_ROWS
     for i in range(tl.max(tiles, 0)):
         mask = i < tiles
@@ -126,14 +90,7 @@ def make_units(offsets_q: Tensor, offsets_k: Tensor, total_k: int, *, tile_rows:
     # Every tile but the last of its sequence is whole.
     bound = min(total_k // tile_rows + num_sequences, total_k)
     device = offsets_k.device
-    order = torch.empty(num_sequences, dtype=torch.int32, device=device)
-    call(
-        _jagged_attention_hopper_order_kernel,
-        triton.cdiv(num_sequences, BLOCK),
-        (offsets_q, offsets_k, order, num_sequences),
-        {"SORTED": num_sequences <= MAX_SORTED, "BLOCK": BLOCK, "OTHERS": OTHERS // 2},
-        device,
-    )
+    order = order_by_work(offsets_q, offsets_k)
     chunks = torch.empty(bound, 4, dtype=torch.int32, device=device)
     blocks = torch.empty(bound, dtype=torch.int32, device=device)
     num_chunks = torch.empty(1, dtype=torch.int32, device=device)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from gem_kernels._src.attention.hopper.call import SEQUENCE_END
@@ -15,6 +19,25 @@ TILE_ROWS = 2 * ROWS
 # Triton 3.9 has renamed them.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+@builtin
+def _reduce_by_tma(desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+
+
+# Triton 3.6 has no name for it.
+tma_add = getattr(tma, "async_atomic_add", _reduce_by_tma)
+
+
+@builtin
+def view_as(tile: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
+    """The memory of a tile as another; Triton 3.9 has renamed the method."""
+    view = tile.reinterpret if hasattr(tile, "reinterpret") else tile._reinterpret
+    return view(dtype, shape, layout, _semantic=_semantic)
+
+
 _TILE_ROWS = gl.constexpr(TILE_ROWS)
 _ROWS = gl.constexpr(ROWS)
 _END = gl.constexpr(SEQUENCE_END)
