@@ -99,8 +99,9 @@ def test_for_world():
     assert "(dp_replicate=2, ep=4)" in str(info.value)
     with pytest.raises(ValueError, match=r"sparse_replicate \(3\), got 16; nearest: \(sparse_replicate=4\) or \(spar"):
         ParallelDims.for_world(16, sparse_replicate=3)
-    with pytest.raises(ValueError, match=r"positive multiple of sparse_replicate \(0\), got 16$"):
-        ParallelDims.for_world(16, sparse_replicate=0)
+    for bad in ("world_size", "dp_replicate", "ep", "sparse_replicate"):
+        with pytest.raises(ValueError, match=f"`{bad}` must be >= 1, got 0; pass a number of ranks"):
+            ParallelDims.for_world(**({"world_size": 16} | {bad: 0}))
 
 
 def test_for_world_checks_the_degrees_that_follow():

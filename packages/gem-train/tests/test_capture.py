@@ -97,7 +97,10 @@ def test_a_run_on_the_cpu_says_that_it_has_none(finished: Path) -> None:
 def test_the_setting_may_change_when_a_run_resumes(run_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["train", "synthetic", "--out", str(run_copy), "--device", "cpu", "--resume", "--steps", "5"]
     assert main([*arguments, "--set", "trainer.capture=off"]) == 0
-    assert "CUDA graphs: off: trainer.capture=off\n" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "CUDA graphs: off: trainer.capture=off\n" in said
+    assert "changed: trainer.capture, 'auto' before, 'off' from here on\n" in said
+    assert "changed: trainer.max_steps, 4 before, 5 from here on; the learning rate's schedule ends there\n" in said
 
 
 class Batch:

@@ -48,10 +48,10 @@ def format_front(front: Sequence[PlanReport], num_layouts: int) -> str:
     """
     rows = [
         (
-            f"{1e3 * report.step.seconds:.2f}",
-            f"{report.memory.peak.total / 1e9:.2f}",
+            _digits(1e3 * report.step.seconds),
+            _digits(report.memory.peak.total / 1e9),
             "yes" if report.memory.fits else "no",
-            f"{100 * report.mfu:.2f}",
+            _digits(100 * report.mfu),
             f"{report.samples_per_second:,.0f}",
             str(report.dims.dp_replicate),
             str(report.dims.dp_shard),
@@ -81,6 +81,11 @@ def format_front(front: Sequence[PlanReport], num_layouts: int) -> str:
         f"{front[0].model.name} on {front[0].dims.world_size} ranks: {len(front)} of {num_layouts} layouts are not "
         f"beaten in both step time and peak memory\n\n{_table(header, rows)}"
     )
+
+
+def _digits(value: float) -> str:
+    """Two decimals, and three digits of what is too small for them."""
+    return f"{value:.2f}" if value >= 1 else f"{value:.3g}"
 
 
 def _links(report: PlanReport) -> str:

@@ -153,7 +153,7 @@ def check_offset_values(op: str, name: str, offsets: Tensor, total: int, max_nam
     if last != total:
         raise ValueError(
             f"{op}: `{name}` must end at the number of packed rows, {total}, got {last}; "
-            "make them with lengths_to_offsets of the lengths."
+            "make them with lengths_to_offsets of the lengths, and pass all rows or the right number of them."
         )
     if lengths.numel() == 0:
         return
@@ -324,7 +324,8 @@ def check_scale(op: str, scale: float) -> None:
     """Raise unless ``scale`` is a finite Python number > 0."""
     check_scalar(op, "scale", scale)
     if not scale > 0:
-        raise ValueError(f"{op}: `scale` must be > 0, got {scale}; negate q for a negative one.")
+        remedy = "negate q for a negative one" if scale < 0 else "multiply the output by 0 for it"
+        raise ValueError(f"{op}: `scale` must be > 0, got {scale}; {remedy}.")
 
 
 def check_request_values(op: str, request_index: Tensor, num_requests: int) -> None:

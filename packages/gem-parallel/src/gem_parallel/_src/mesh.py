@@ -134,8 +134,8 @@ class ParallelDims:
 
         Raises:
             TypeError: a number is no int.
-            ValueError: ``world_size`` is not a positive multiple of dp_replicate * ep and of sparse_replicate; names
-                the nearest degrees that fit. Or a shard degree is not the one that follows.
+            ValueError: a number is below 1. Or ``world_size`` is not a multiple of dp_replicate * ep and of
+                sparse_replicate; names the nearest degrees that fit. Or a shard degree is not the one that follows.
         """
         numbers = {
             "world_size": world_size,
@@ -153,19 +153,20 @@ class ParallelDims:
                     f"ParallelDims.for_world: `{argument}` must be an int, got {type(number).__name__} {number!r}; "
                     "pass a number of ranks"
                 )
+            if number < 1:
+                raise ValueError(
+                    f"ParallelDims.for_world: `{argument}` must be >= 1, got {number}; pass a number of ranks"
+                )
         for text, factor in (("dp_replicate * ep", dp_replicate * ep), ("sparse_replicate", sparse_replicate)):
             wanted = {text: factor} if text == "sparse_replicate" else {"dp_replicate": dp_replicate, "ep": ep}
             text = "dp_replicate" if text == "dp_replicate * ep" and ep == 1 else text
-            if factor < 1 or world_size < 1 or world_size % factor != 0:
-                nearest = ""
-                if min(wanted.values()) >= 1 and world_size >= 1:
-                    # The last degree is what the others leave.
-                    rest = max(1, world_size // factor)
-                    found = _nearest((*wanted.values(), rest), world_size)
-                    nearest = f"; nearest: {_shown([each[:-1] for each in found], tuple(wanted))}"
+            if world_size % factor != 0:
+                # The last degree is what the others leave.
+                rest = max(1, world_size // factor)
+                found = _nearest((*wanted.values(), rest), world_size)
                 raise ValueError(
                     f"ParallelDims.for_world: `world_size` must be a positive multiple of {text} ({factor}), "
-                    f"got {world_size}{nearest}"
+                    f"got {world_size}; nearest: {_shown([each[:-1] for each in found], tuple(wanted))}"
                 )
         follows = {
             "dp_shard": (dp_shard, world_size // (dp_replicate * ep), "dp_replicate or ep"),

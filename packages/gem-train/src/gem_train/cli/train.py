@@ -27,7 +27,7 @@ from gem_train.mfu import device_peak
 from gem_train.overrides import field_values, parse_assignments
 from gem_train.progress import SilentProgress, make_progress
 from gem_train.report import write_report
-from gem_train.run_dir import CHANGEABLE, RunDirectory, RunRecord
+from gem_train.run_dir import CHANGEABLE, RunDirectory, RunRecord, differing
 from gem_train.run_log import RunLog
 from gem_train.trainer import Trainer, TrainResult
 from gem_train.world import World
@@ -139,6 +139,9 @@ def _train(
         world.on_first(lambda: _begin(args, directory, record, held))
         if first is not None:
             progress.say(f"resumed at step {first}")
+            for name, theirs, ours in differing(old.settings if old else {}, record.settings):
+                more = "; the learning rate's schedule ends there" if name == "trainer.max_steps" else ""
+                progress.say(f"changed: {name}, {theirs!r} before, {ours!r} from here on{more}")
         elif args.resume:
             progress.say(f"{directory.path} has no checkpoint yet; beginning at step 0")
         for note in _labels_alike(log, config.model.tasks):

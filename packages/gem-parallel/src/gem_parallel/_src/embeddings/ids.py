@@ -111,7 +111,9 @@ def check_packed(what: str, tensor: object, dtypes: tuple[torch.dtype, ...] = (t
         raise TypeError(f"{what} must be a Tensor, got {type(tensor).__name__}")
     if tensor.dtype not in dtypes:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise TypeError(f"{what} must be {names}, got {tensor.dtype}; {to_int64(tensor.dtype)}")
+        is_ids = dtypes == (torch.int64,) or not tensor.is_floating_point()
+        remedy = to_int64(tensor.dtype) if is_ids else "count events in integers from where they are read"
+        raise TypeError(f"{what} must be {names}, got {tensor.dtype}; {remedy}")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{what} must be a dense tensor, got one of layout {tensor.layout}; use .to_dense()")
     if tensor.dim() != 1:
