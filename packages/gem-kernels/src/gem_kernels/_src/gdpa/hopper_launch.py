@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from gem_kernels._src.attention.hopper.call import call, descriptor, sequence_descriptor
+from gem_kernels._src.attention.hopper.call import call, descriptor, sequence_descriptor, sums_descriptor
 from gem_kernels._src.attention.hopper.launch import is_copyable, multiprocessors, query_chunks, serves
 from gem_kernels._src.attention.hopper.schedule import make_schedule
 from gem_kernels._src.attention.launch import device_guard
@@ -215,13 +215,14 @@ def _launch_in_pairs(
             backward_units, offsets_q, offsets_k, q.shape[0], k.shape[0], tile_rows=TILE_ROWS, rows=ROWS, side=side
         )
         num_sums = num_places * num_heads * 2
+        sums = torch.empty(num_sums * ROWS, PAIRS_HEAD_DIM // 2, dtype=torch.float32, device=q.device)
         # Claims of units of work, and turns: from a multiple of 16 bytes, as other alignments are other variants.
         counters = torch.zeros(4 + num_sums, dtype=torch.int32, device=q.device)
         arguments = (
             *(sequence_descriptor(x, rows) for x, rows in ((q, ROWS), (do, ROWS), (k, TILE_ROWS), (v, TILE_ROWS))),
             sequence_descriptor(dq.unflatten(2, (2, -1)).flatten(1, 2), ROWS),
             *(sequence_descriptor(x, ROWS) for x in (dk, dv)),
-            _sums_descriptor(num_sums * ROWS, ROWS, q.device),
+            sums_descriptor(sums, ROWS, PAIRS_HEAD_DIM // 2),
             counters[4:],
             counters[:1],
             units,
@@ -231,14 +232,3 @@ def _launch_in_pairs(
             post_scale * pre_scale * pairs.scale,
         )
         call(_gdpa_hopper_bwd_pairs_kernel, multiprocessors(q.device), arguments, constants, q.device)
-
-
-def _sums_descriptor(num_rows: int, rows: int, device: torch.device) -> Any:
-    """Of new memory in float32 (num_rows, D / 2), in tiles of ``rows``."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    sums = torch.empty(num_rows, PAIRS_HEAD_DIM // 2, dtype=torch.float32, device=device)
-    block = [rows, PAIRS_HEAD_DIM // 2]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float32)
-    return TensorDescriptor(sums, list(sums.shape), list(sums.stride()), block, layout)

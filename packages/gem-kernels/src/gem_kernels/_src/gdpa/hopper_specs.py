@@ -9,7 +9,7 @@ from itertools import product
 import torch
 
 from gem_kernels._src.attention.hopper.schedule import BLOCK, OTHERS, _schedule_kernel
-from gem_kernels._src.attention.hopper.specs import hopper_spec
+from gem_kernels._src.attention.hopper.specs import hopper_spec, sums_type
 from gem_kernels._src.compile_spec import CompileSpec
 from gem_kernels._src.gdpa.hopper_units import _gdpa_hopper_units_kernel
 
@@ -17,8 +17,6 @@ from gem_kernels._src.gdpa.hopper_units import _gdpa_hopper_units_kernel
 def compile_specs() -> Sequence[CompileSpec]:
     """Every kernel in both head dims and dtypes, the forward in its forms, and the lists."""
     # Imported here: only the compile test and CUDA launches need Gluon.
-    from triton.experimental.gluon import language as gl
-
     from gem_kernels._src.attention.hopper.tiles import ROWS, TILE_ROWS
     from gem_kernels._src.gdpa.hopper_activation import pair_activation, scaled_activation
     from gem_kernels._src.gdpa.hopper_backward import _gdpa_hopper_dkdv_kernel, _gdpa_hopper_dq_kernel
@@ -109,9 +107,7 @@ def compile_specs() -> Sequence[CompileSpec]:
             # Between units of work.
             max_spill_bytes=64,
         )
-        layout = gl.NVMMASharedLayout.get_default_for([ROWS, PAIRS_HEAD_DIM // 2], gl.float32)
-        types = {"sums_desc": f"tensordesc<fp32[{ROWS}, {PAIRS_HEAD_DIM // 2}],{layout!r}>"}
-        types |= {"turns_ptr": "*i32", "claims_ptr": "*i32"}
+        types = {"sums_desc": sums_type(ROWS, PAIRS_HEAD_DIM // 2), "turns_ptr": "*i32", "claims_ptr": "*i32"}
         specs.append(replace(spec, signature={**spec.signature, **types}))
     specs.append(
         CompileSpec(

@@ -44,8 +44,6 @@ from gem_kernels._src.gdpa.hopper_activation import times_pairs
 
 _TILE_ROWS = gl.constexpr(TILE_ROWS)
 _ROWS = gl.constexpr(ROWS)
-BLOCK = 16
-OTHERS = 512
 
 
 @triton.jit(do_not_specialize=["num_sequences"])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gem_kernels._src.attention.hopper.call import call, sequence_descriptor
 from gem_kernels._src.attention.hopper.launch import MAX_ROWS, is_copyable, is_on_hopper, multiprocessors
-from gem_kernels._src.attention.hopper.schedule import MAX_SORTED
+from gem_kernels._src.attention.hopper.schedule import BLOCK, MAX_SORTED, OTHERS
 from gem_kernels._src.attention.pairing import pair_sequences
 from gem_kernels._src.attention.reuse import once
 from gem_kernels._src.gdpa import hopper_launch as gdpa_hopper
@@ -77,7 +77,7 @@ def _longest_first(offsets_q: Tensor, offsets_k: Tensor) -> Tensor:
 
     Of more than ``MAX_SORTED`` as they come: ordering compares each with each.
     """
-    from gem_kernels._src.gdpa_norm_block.hopper_backward import BLOCK, OTHERS, order_kernel
+    from gem_kernels._src.gdpa_norm_block.hopper_backward import order_kernel
 
     num_sequences = offsets_q.shape[0] - 1
     chunks = torch.empty(num_sequences, 4, dtype=torch.int32, device=offsets_q.device)

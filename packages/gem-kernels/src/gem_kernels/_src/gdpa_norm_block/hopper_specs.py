@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from gem_kernels._src.attention.hopper.schedule import BLOCK, OTHERS
 from gem_kernels._src.attention.hopper.specs import hopper_spec
 from gem_kernels._src.compile_spec import CompileSpec
 
@@ -15,7 +16,7 @@ def compile_specs() -> Sequence[CompileSpec]:
     # Imported here: only the compile test and CUDA launches need Gluon.
     from gem_kernels._src.attention.hopper.tiles import ROWS
     from gem_kernels._src.gdpa.hopper_activation import pair_activation, scaled_activation
-    from gem_kernels._src.gdpa_norm_block.hopper_backward import BLOCK, OTHERS, attend_bwd_kernel, order_kernel
+    from gem_kernels._src.gdpa_norm_block.hopper_backward import attend_bwd_kernel, order_kernel
     from gem_kernels._src.gdpa_norm_block.hopper_launch import BACKWARD_HEAD_DIM, BACKWARD_STAGES
 
     act = scaled_activation("fast_gelu")

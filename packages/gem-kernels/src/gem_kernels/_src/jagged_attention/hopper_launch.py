@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gem_kernels._src.attention.hopper.call import call, descriptor, sequence_descriptor
+from gem_kernels._src.attention.hopper.call import call, descriptor, sequence_descriptor, sums_descriptor
 from gem_kernels._src.attention.hopper.launch import MAX_ROWS, is_copyable, multiprocessors, query_chunks, serves
 from gem_kernels._src.attention.hopper.schedule import make_schedule
 from gem_kernels._src.attention.hopper.window_schedule import make_window_schedule
@@ -319,7 +318,7 @@ def _launch_onepass(
         descriptor(v, TILE_ROWS),
         descriptor(dk, ROWS),
         descriptor(dv, ROWS),
-        sums_descriptor(sums, ROWS),
+        sums_descriptor(sums.flatten(1), ROWS, HEAD_DIM // 2),
         dk,
         dv,
         dk.stride(0),
@@ -338,14 +337,3 @@ def _launch_onepass(
     call(_jagged_attention_hopper_onepass_kernel, multiprocessors(q.device), arguments, constants, q.device)
     finish(sums, stats, dq, scale)
     return dq, dk, dv
-
-
-def sums_descriptor(sums: Tensor, rows: int) -> Any:
-    """As ``descriptor``, of float32 sums (T, H, D), contiguous, in tiles (rows, D / 2): each consumer's half."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    matrix = sums.flatten(1)
-    block = [rows, HEAD_DIM // 2]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float32)
-    return TensorDescriptor(matrix, list(matrix.shape), [matrix.shape[1], 1], block, layout)

@@ -9,7 +9,7 @@ from typing import Any
 
 from gem_kernels._src.attention.hopper.order import order_by_work_kernel
 from gem_kernels._src.attention.hopper.schedule import BLOCK, OTHERS
-from gem_kernels._src.attention.hopper.specs import hopper_spec
+from gem_kernels._src.attention.hopper.specs import hopper_spec, sums_type
 from gem_kernels._src.attention.hopper.window_schedule import _window_schedule_kernel
 from gem_kernels._src.compile_spec import CompileSpec
 from gem_kernels._src.jagged_attention.hopper_launch import (
@@ -87,7 +87,7 @@ def compile_specs() -> Sequence[CompileSpec]:
         )
         types = {"stats_ptr": "*fp32", "sums_ptr": "*fp32", "turns_ptr": "*i32", "blocks_ptr": "*i32"}
         types["claims_ptr"] = "*i32"
-        types["sums_desc"] = _sums_type(ROWS)
+        types["sums_desc"] = sums_type(ROWS, HEAD_DIM // 2)
         # In the order of the kernel's arguments.
         names = [name for name in _jagged_attention_hopper_onepass_kernel.arg_names if name not in onepass.constexprs]
         specs.append(replace(onepass, signature={name: types.get(name) or onepass.signature[name] for name in names}))
@@ -188,13 +188,6 @@ def _helpers() -> list[CompileSpec]:
         )
         for name, kernel, signature, constexprs in kernels
     ]
-
-
-def _sums_type(rows: int) -> str:
-    from triton.experimental.gluon import language as gl
-
-    block = [rows, HEAD_DIM // 2]
-    return f"tensordesc<fp32{block},{gl.NVMMASharedLayout.get_default_for(block, gl.float32)!r}>"
 
 
 def _stats_spec(has_dlse: bool) -> CompileSpec:

@@ -84,6 +84,12 @@ def sequence_descriptor(x: Tensor, rows: int) -> Any:
     return made
 
 
+def sums_descriptor(matrix: Tensor, rows: int, columns: int) -> Any:
+    """As ``descriptor``, of a contiguous float32 matrix in tiles (rows, columns)."""
+    layout = _shared_layout((rows, columns), matrix.dtype)
+    return _descriptor_type()(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], layout)
+
+
 @functools.cache
 def _descriptor_type() -> Any:
     # Imported here: Gluon exists for NVIDIA GPUs only, and not in every Triton.
@@ -96,5 +102,5 @@ def _descriptor_type() -> Any:
 def _shared_layout(shape: tuple[int, ...], dtype: torch.dtype) -> Any:
     from triton.experimental.gluon import language as gl
 
-    element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
+    element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[dtype]
     return gl.NVMMASharedLayout.get_default_for(list(shape), element)

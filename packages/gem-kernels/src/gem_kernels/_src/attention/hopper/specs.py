@@ -13,6 +13,14 @@ _TYPES = dict.fromkeys(("chunks_ptr", "num_chunks_ptr", "units_ptr", "num_units_
 """Of pointers that do not point to elements of q."""
 
 
+def sums_type(rows: int, columns: int) -> str:
+    """Type of the descriptor of float32 sums in tiles (rows, columns)."""
+    from triton.experimental.gluon import language as gl
+
+    block = [rows, columns]
+    return f"tensordesc<fp32{block},{gl.NVMMASharedLayout.get_default_for(block, gl.float32)!r}>"
+
+
 def hopper_spec(
     spec_id: str,
     kernel: Any,
