@@ -53,7 +53,7 @@ class TrainStep:
         clip: ClipGradients,
         device: torch.device,
         timer: PhaseTimer,
-        prepare: Prepare = lambda batch, embeddings: None,
+        prepare: Prepare | None = None,
     ) -> None:
         """Binds the parts of a run.
 
@@ -67,7 +67,7 @@ class TrainStep:
             clip: Global norm and clipping over the mesh of the model.
             device: Where the model is.
             timer: Takes the times of the phases.
-            prepare: Called before each forward pass, such as a `gem_train.recipes.SegmentCapture`.
+            prepare: Called before each forward pass, such as a `gem_train.recipes.SegmentCapture`; None does nothing.
         """
         self._config = config
         self._model = model
@@ -113,7 +113,8 @@ class TrainStep:
         self._embeddings.set_learning_rate(self._sparse_learning_rate * multiplier)
         with self._timer("embedding"):
             embeddings = self._embeddings.lookup(staged.pending)
-        self._prepare(staged.batch, embeddings)
+        if self._prepare is not None:
+            self._prepare(staged.batch, embeddings)
         self.guard.watch(embeddings)
         with self._timer("forward"):
             outputs: dict[str, Tensor] = self._model(staged.batch, embeddings)

@@ -76,7 +76,7 @@ class Trainer:
         device_name: str = "cpu",
         balancer: SampleBalancer | None = None,
         watch: Callable[[], AbstractContextManager[StepWatch]] | None = None,
-        prepare: Prepare = lambda batch, embeddings: None,
+        prepare: Prepare | None = None,
     ) -> None:
         """Binds the parts of a run; nothing is read or written yet.
 
@@ -99,7 +99,7 @@ class Trainer:
             balancer: Spreads the samples of each step over the ranks, and says how even they are; None reports nothing.
             watch: Begins what ends the run when a step does not end, on all ranks; None lets a step take any time.
             prepare: Called with batch and embeddings before each forward pass of training, such as a
-                `gem_train.recipes.SegmentCapture`, which puts parts of the model into CUDA graphs.
+                `gem_train.recipes.SegmentCapture`, which puts parts of the model into CUDA graphs; None does nothing.
 
         Raises:
             ValueError: if an argument and the configuration do not fit together.

@@ -130,7 +130,7 @@ def _train(
                 device_name=_device_name(world.device),
                 balancer=parts.balancer,
                 watch=parts.watch,
-                prepare=parts.capture or (lambda batch, embeddings: None),
+                prepare=parts.capture,
             )
         )
         if first is not None:
