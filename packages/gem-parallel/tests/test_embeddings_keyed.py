@@ -157,6 +157,13 @@ def test_the_kernel(monkeypatch, name, policy, device):
     assert sum(left.out_of_range_counts().values()) > 0
 
 
+def unchecked(keys, values, offsets):
+    """Ids whose offsets nobody has looked at, as on CUDA; on the CPU those of a batch that was changed since."""
+    batch = KeyedJaggedIds(keys, values[:0], offsets=torch.zeros_like(offsets))
+    batch.values, batch.offsets = values, offsets
+    return batch
+
+
 def spoilt(generator, batch):
     """The batch with one id or offset replaced."""
     values, offsets = batch.values.clone(), batch.offsets.clone()
@@ -164,7 +171,7 @@ def spoilt(generator, batch):
     at = int(torch.randint(0, which.numel(), (1,), generator=generator))
     choices = (-(2**63), -1, 0, 1, 3, 7, 40, 2**31, 2**63 - 1)
     which[at] = choices[int(torch.randint(0, len(choices), (1,), generator=generator))]
-    return KeyedJaggedIds(batch.keys, values, offsets=offsets)
+    return unchecked(batch.keys, values, offsets)
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
@@ -182,7 +189,9 @@ def test_every_offset_and_id_is_checked(monkeypatch, device):
             bad = offsets.clone()
             bad[at] = wrong
             with pytest.raises(ValueError, match="offsets"):
-                module.lookup(module.exchange(KeyedJaggedIds(["a", "b"], values, offsets=bad)))
+                module.lookup(module.exchange(unchecked(["a", "b"], values, bad)))
+            with pytest.raises(ValueError, match=r"^KeyedJaggedIds: feature '[ab]': offsets must start at 0"):
+                KeyedJaggedIds(["a", "b"], values, offsets=bad, validate=True)
             faulty += 1
     assert faulty > 20
     for at in range(values.numel()):
@@ -273,7 +282,7 @@ def test_tensors_changed_before_lookup(monkeypatch, device):
 def test_a_refused_batch_is_not_looked_up(monkeypatch, device):
     with_kernel(monkeypatch, device)
     module = make({"a": "sum"}, device)
-    ids = KeyedJaggedIds(["a"], torch.tensor([3, 4], device=device), offsets=torch.tensor([0, 1, 3], device=device))
+    ids = unchecked(["a"], torch.tensor([3, 4], device=device), torch.tensor([0, 1, 3], device=device))
     stream = torch.cuda.current_stream() if device == "cuda" else None
     path = module._local.keyed
     # Its check is not read yet, as by exchange on CUDA.
@@ -375,6 +384,8 @@ def test_refused_offsets_and_lengths():
         KeyedJaggedIds(["a", "b"], IDS, lengths=IDS)
     with pytest.raises(ValueError, match="got 0"):
         KeyedJaggedIds(["a"], IDS, offsets=OFFSETS[:0])
+    with pytest.raises(TypeError, match="`validate` must be a bool, got int 1"):
+        KeyedJaggedIds(["a"], IDS, offsets=OFFSETS, validate=1)
     with pytest.raises(ValueError, match="on one device, got cpu and meta"):
         KeyedJaggedIds(["a"], IDS, offsets=OFFSETS.to("meta"))
     assert torch.equal(KeyedJaggedIds(["a"], IDS, lengths=torch.tensor([1, 2], dtype=torch.int32)).offsets, OFFSETS)
@@ -385,21 +396,30 @@ def test_refused_batches(device):
     module = make({"a": "sum", "b": "sum"}, device)
     values = torch.tensor([1, 2, 3], device=device)
 
-    def refused(error, text, keys=("a", "b"), offsets=(0, 1, 3), ids=values):
-        with pytest.raises(error, match=text):
-            module.lookup(module.exchange(KeyedJaggedIds(keys, ids, offsets=torch.tensor(offsets, device=ids.device))))
+    def refused(error, text, keys=("a", "b"), offsets=(0, 1, 3), ids=values, made=False):
+        offsets = torch.tensor(offsets, device=ids.device)
+        with pytest.raises(error, match=f"^exchange: {text}"):
+            module.lookup(module.exchange(unchecked(keys, ids, offsets)))
+        if made:
+            KeyedJaggedIds(keys, ids, offsets=offsets, validate=True)
+            return
+        # Sooner and in the same words: on the CPU always, on CUDA on request.
+        with pytest.raises(error, match=f"^KeyedJaggedIds: {text}"):
+            KeyedJaggedIds(keys, ids, offsets=offsets, validate=device == "cuda")
 
-    refused(ValueError, "configured features only, got 'c'; the features are a, b", keys=("a", "c"))
+    text = "`ids` must name configured features only, got 'c'; the features are a, b"
+    refused(ValueError, text, keys=("a", "c"), made=True)
     # The same rule and remedy as of a mapping, see test_ids.py.
-    rule = r"^exchange: feature '{}': offsets must start at 0, never fall and end at .*, got {} .*; build them as a 0"
+    rule = r"feature '{}': offsets must start at 0, never fall and end at .*, got {}.*; build them as a 0"
     refused(ValueError, rule.format("a", "1 to 1"), offsets=(1, 1, 3))
     refused(ValueError, rule.format("a", "0 to 4"), offsets=(0, 4, 3))
     refused(ValueError, rule.format("b", "1 to 2"), offsets=(0, 1, 2))
     refused(ValueError, rule.format("b", "1 to 4"), offsets=(0, 1, 4))
-    refused(ValueError, "'a' has 2, then 1 at bag 1", offsets=(0, 2, 1, 2, 3))
     refused(
-        IndexError, r"feature 'b': ids of table 'b' must lie in \[0, 7\)", ids=torch.tensor([9, 9, 9], device=device)
+        ValueError, rule.format("a", r"1 place in the batch .* \('a' has 2, then 1 at bag 1\)"), offsets=(0, 2, 1, 2, 3)
     )
+    text = r"feature 'b': ids of table 'b' must lie in \[0, 7\)"
+    refused(IndexError, text, ids=torch.tensor([9, 9, 9], device=device), made=True)
     refused(ValueError, rule.format("b", "0 to 0"), offsets=(0,))
     good = KeyedJaggedIds(["a", "b"], values, offsets=torch.tensor([0, 1, 3], device=device))
     assert module.lookup_joined(module.exchange(good)).shape == (2, 8)
@@ -461,7 +481,7 @@ def ranks_agree(rank, world_size, folder):
         given = torch.tensor(bad) if rank == 1 else offsets
         ids = torch.tensor([1, 99]) if rank == 1 else values
         try:
-            left.lookup(left.exchange(KeyedJaggedIds(["a", "b"], ids, offsets=given)))
+            left.lookup(left.exchange(unchecked(["a", "b"], ids, given)))
             texts.append("")
         except (ValueError, IndexError, RuntimeError) as error:
             texts.append(f"{type(error).__name__}: {error}")

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from gem_parallel._src.embeddings.config import FeatureConfig, IdPolicy, TableConfig
 from gem_parallel._src.embeddings.exchange import RankReport
-from gem_parallel._src.embeddings.ids import BatchReport, GroupIds, describe_offsets
+from gem_parallel._src.embeddings.ids import BatchReport, GroupIds, describe_places
 
 __all__ = ["raise_local", "raise_ranks", "raise_rates"]
 
 
 def _malformed(feature: FeatureConfig, count: int, own: Sequence[GroupIds]) -> str:
-    places = "1 place" if count == 1 else f"{count} places"
-    place = f"{places} in the batch where they do not{_first_place(feature, own)}"
-    return describe_offsets(feature.name, place)
-
-
-def _first_place(feature: FeatureConfig, own: Sequence[GroupIds]) -> str:
-    """Where the feature's offsets first go wrong, if this process has them; reads them, after the batch has failed."""
+    """In words, with the first place if this process has the offsets; reads them, after the batch has failed."""
     found = next((each for ids in own for each in ids.features if each.slot.config.name == feature.name), None)
     if found is None:
-        return ""
-    offsets, num_values = found.offsets.tolist(), found.end - found.start
-    if offsets[0] != 0:
-        return f" ({feature.name!r} starts at {offsets[0]})"
-    for bag, (start, end) in enumerate(itertools.pairwise(offsets)):
-        if end < start:
-            return f" ({feature.name!r} has {start}, then {end} at bag {bag})"
-    return f" ({feature.name!r} ends at {offsets[-1]} for {num_values} values)"
+        return describe_places(feature.name, count, None, 0)
+    return describe_places(feature.name, count, found.offsets, found.end - found.start)
 
 
 def _out_of_range(

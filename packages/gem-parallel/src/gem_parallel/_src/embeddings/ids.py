@@ -6,6 +6,7 @@ batch costs one small copy to the host. Shapes, types and names are known to the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ __all__ = [
     "check_device",
     "check_packed",
     "describe_offsets",
+    "describe_places",
     "flatten_ids",
     "join_bags",
     "summarise",
@@ -126,6 +128,22 @@ def describe_offsets(feature: str, got: str) -> str:
         f"feature {feature!r}: offsets must start at 0, never fall and end at the number of its values, got {got}; "
         "build them as a 0 and the running sum of bag lengths"
     )
+
+
+def describe_places(feature: str, count: int, offsets: Tensor | None, num_values: int) -> str:
+    """``describe_offsets`` of offsets that go wrong at ``count`` places, with the first if they are here to be read."""
+    places = "1 place" if count == 1 else f"{count} places"
+    first = "" if offsets is None else _first_place(feature, offsets.tolist(), num_values)
+    return describe_offsets(feature, f"{places} in the batch where they do not{first}")
+
+
+def _first_place(feature: str, offsets: Sequence[int], num_values: int) -> str:
+    if offsets[0] != 0:
+        return f" ({feature!r} starts at {offsets[0]})"
+    for bag, (start, end) in enumerate(itertools.pairwise(offsets)):
+        if end < start:
+            return f" ({feature!r} has {start}, then {end} at bag {bag})"
+    return f" ({feature!r} ends at {offsets[-1]} for {num_values} values)"
 
 
 def check_feature(name: str, pair: object, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gem_parallel._src.embeddings.ids import check_packed, describe_offsets
+from gem_parallel._src.embeddings.config import check_flag
+from gem_parallel._src.embeddings.ids import check_packed, describe_offsets, describe_places
 
 __all__ = ["KeyedJaggedIds"]
 
@@ -24,20 +25,28 @@ class KeyedJaggedIds:
         values: (N,) int64 ids: those of the first key's bags, then the second key's, and so on.
         offsets: (F * B + 1,) int64 from 0 to N: where each bag begins in ``values``. ``offsets`` or ``lengths``.
         lengths: (F * B,) int64 or int32 number of ids of each bag; offsets are summed from it, by a few operators.
+        validate: On CUDA, also check what offsets or lengths say, which waits for the device. On CPU they always are.
 
     Raises:
         TypeError: a wrong type or dtype.
         ValueError: keys that repeat or are none, a wrong shape, a number of bags that keys do not divide, tensors on
-            different devices, or both or neither of offsets and lengths. What offsets and ids say is checked by
-            ``exchange``.
+            different devices, both or neither of offsets and lengths, or such as do not describe bags of the values.
+            What ids say, and on CUDA what offsets say, is checked by ``exchange``.
     """
 
     __slots__ = ("keys", "num_bags", "offsets", "values")
 
     def __init__(
-        self, keys: Sequence[str], values: Tensor, *, offsets: Tensor | None = None, lengths: Tensor | None = None
+        self,
+        keys: Sequence[str],
+        values: Tensor,
+        *,
+        offsets: Tensor | None = None,
+        lengths: Tensor | None = None,
+        validate: bool = False,
     ) -> None:
         self.keys = _checked_keys(keys)
+        check_flag("KeyedJaggedIds", "validate", validate)
         check_packed("KeyedJaggedIds: `values`", values)
         if (offsets is None) is (lengths is None):
             given = "neither" if offsets is None else "both"
@@ -66,9 +75,21 @@ class KeyedJaggedIds:
                 f"KeyedJaggedIds: {rule}, as many bags for each of the {len(self.keys)} keys, got {count}; features "
                 "with other numbers of bags go to exchange as a mapping of (values, offsets)"
             )
-        if lengths is not None and lengths.device.type == "cpu":
-            _check_lengths(lengths, values.numel())
         self.values, self.offsets = values, offsets
+        if validate or values.device.type == "cpu":
+            if lengths is None:
+                self._check_offsets()
+            else:
+                _check_lengths(lengths, values.numel())
+
+    def _check_offsets(self) -> None:
+        """Raise, in the words of ``exchange``, unless the offsets describe bags of the values; reads one bool."""
+        offsets, num_values = self.offsets, self.values.numel()
+        if bool((offsets[0] == 0) & (offsets[-1] == num_values) & (offsets[1:] >= offsets[:-1]).all()):
+            return
+        for key, (values, own) in self._split("KeyedJaggedIds").items():
+            if falls := int((own[1:] < own[:-1]).sum()):
+                raise ValueError(f"KeyedJaggedIds: {describe_places(key, falls, own, values.numel())}")
 
     def split(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Each key's own (values, offsets), values as views. On CUDA the host waits for the device.
@@ -76,6 +97,9 @@ class KeyedJaggedIds:
         Raises:
             ValueError: the keys' ids do not follow one another from 0 to N.
         """
+        return self._split("exchange")
+
+    def _split(self, owner: str) -> dict[str, tuple[Tensor, Tensor]]:
         if self.num_bags:
             starts = self.offsets[:: self.num_bags].tolist()
         else:
@@ -87,7 +111,7 @@ class KeyedJaggedIds:
             last = at == len(self.keys) - 1
             if (at == 0 and start != 0) or not start <= end <= num_values or (last and end != num_values):
                 got = f"{start} to {end} where {len(self.keys)} joined keys have {num_values} values"
-                raise ValueError(f"exchange: {describe_offsets(key, got)}")
+                raise ValueError(f"{owner}: {describe_offsets(key, got)}")
             bags = self.offsets[at * self.num_bags : (at + 1) * self.num_bags + 1]
             found[key] = self.values[start:end], bags - start if start else bags
         return found
