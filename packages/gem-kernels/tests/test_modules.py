@@ -51,19 +51,43 @@ def test_gdpa_module_is_the_norm_block(recompute):
 
 
 @pytest.mark.parametrize(
-    ("options", "call"),
+    ("options", "call", "cause"),
     [
-        ({"causal": True}, {}),
-        ({"window_size": (2, 1)}, {}),
-        ({}, {"offsets_q": None}),
-        ({}, {"num_targets": torch.tensor([1, 0, 2])}),
-        ({}, {"request_index": torch.tensor([0, 1, 2])}),
+        ({"causal": True}, {}, "`causal` True"),
+        ({"window_size": [2, 1]}, {}, r"`window_size` \(2, 1\)"),
+        ({}, {"offsets_q": None}, "`offsets_q` None"),
+        ({}, {"num_targets": torch.tensor([1, 0, 2])}, "`num_targets`"),
+        ({}, {"request_index": torch.tensor([0, 1, 2])}, "`request_index`"),
     ],
 )
-def test_norm_block_with_what_the_block_has_not_is_refused(options, call):
-    with pytest.raises(ValueError, match=r"GDPA: `norm_block` must be False .* got True"):
+def test_norm_block_with_what_the_block_has_not_is_refused(options, call, cause):
+    with pytest.raises(ValueError, match=f"GDPA: `norm_block` must be False with {cause}, got True; compute"):
         GDPA(**options)(X.q, X.k, X.v, **(BATCH | call), norm_block=True)
     assert GDPA(**options).has_norm_block == (not options)
+
+
+def test_recompute_is_refused_where_nothing_reads_it():
+    for options, cause in (({"causal": True}, "`causal` True"), ({"window_size": (2, -1)}, r"`window_size` \(2, -1\)")):
+        with pytest.raises(
+            ValueError, match=f"GDPA: `recompute` must be True with {cause}, .* got False; leave it out"
+        ):
+            GDPA(**options, recompute=False)
+    layer = GDPA(window_size=[-1, -1], recompute=False)
+    assert layer.has_norm_block
+    layer(X.q, X.k, X.v, **BATCH, norm_block=True)
+    with pytest.raises(
+        ValueError, match=r"`recompute` must be True in a call without `norm_block`, .*; pass norm_block=True"
+    ):
+        layer(X.q, X.k, X.v, **BATCH)
+
+
+def test_time_buckets_are_refused_where_nothing_reads_them():
+    layer = JaggedAttention(time_buckets_per_octave=4)
+    for attend in (layer, partial(jagged_attention, time_buckets_per_octave=4)):
+        with pytest.raises(
+            ValueError, match="`time_buckets_per_octave` must be left out without `time_bias`, got 4; pass"
+        ):
+            attend(X.q, X.k, X.v, **BATCH)
 
 
 def draw(*shape: int, seed: int = 3) -> Tensor:

@@ -289,7 +289,13 @@ def test_norm_block_of_bf16_activations_is_the_op_on_bfloat16():
 def test_norm_block_is_refused_where_a_cast_would_round_the_residual(recipe):
     x = attention_inputs((35, 0, 70), (4, 5, 7), num_heads=4, num_heads_kv=2, head_dim=16)
     sides = {"offsets_q": x.offsets_q, "offsets_k": x.offsets_k, "max_seqlen_q": 70, "max_seqlen_k": 7}
-    layer = convert(GDPA(), recipe)
-    assert not layer.has_norm_block
-    with pytest.raises(ValueError, match=f"{type(layer).__name__}: `norm_block` must be False"):
-        layer(x.q, x.k, x.v, **sides, norm_block=True)
+    for options in ({}, {"recompute": False}):
+        layer = convert(GDPA(**options), recipe)
+        assert not layer.has_norm_block
+        cause = f"`has_norm_block` False, as it is of this {type(layer).__name__}"
+        with pytest.raises(
+            ValueError, match=f"{type(layer).__name__}: `norm_block` must be False with {cause}, got True"
+        ):
+            layer(x.q, x.k, x.v, **sides, norm_block=True)
+        # The model that converted it computes the norms around it, whatever the layer would have kept.
+        assert layer(x.q, x.k, x.v, **sides).shape == x.q.shape

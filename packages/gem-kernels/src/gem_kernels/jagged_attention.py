@@ -72,7 +72,7 @@ def jagged_attention(
         times_q: (T_q,) time of each query row, needed with ``time_bias``: int64, int32, float32 or float64, in seconds
             (Unix times or ages; only differences count). Not differentiated.
         times_k: (T_k,) time of each key row, dtype of ``times_q``.
-        time_buckets_per_octave: R: 1, 2, 4 or 8 buckets each time the gap doubles.
+        time_buckets_per_octave: R: 1, 2, 4 or 8 buckets each time the gap doubles; left out without ``time_bias``.
         request_index: (B,) int32 or int64, non-decreasing. Query sequence i reads key sequence ``request_index[i]``, so
             that many candidates share one user's keys; gradients of keys and values sum over them. Positions count
             from each query sequence's own start. A key sequence may have no query sequence.

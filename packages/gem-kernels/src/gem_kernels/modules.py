@@ -29,7 +29,8 @@ class JaggedAttention(nn.Module):
         scale: Factor on the scores, > 0; default ``D ** -0.5``.
         causal: Keep only keys j <= i.
         window_size: (left, right) in tokens, -1 = unbounded.
-        time_buckets_per_octave: Buckets each time the gap doubles, 1, 2, 4 or 8, of a ``time_bias`` given at the call.
+        time_buckets_per_octave: Buckets each time the gap doubles, 1, 2, 4 or 8, of the ``time_bias`` that each call
+            then must give, if it is not 1.
     """
 
     def __init__(
@@ -112,7 +113,10 @@ class GDPA(nn.Module):
         causal: Keep only keys j <= i.
         window_size: (left, right) in tokens, -1 = unbounded.
         recompute: Of calls with ``norm_block=True``, see :func:`gem_kernels.gdpa_norm_block`: ``False`` keeps two rows
-            more for the backward in place of making them again.
+            more for the backward in place of making them again, and is refused in calls without.
+
+    Raises:
+        ValueError: if an option does not fit, or ``recompute=False`` a layer that takes no ``norm_block``.
     """
 
     def __init__(
@@ -135,6 +139,11 @@ class GDPA(nn.Module):
         self.causal = causal
         self.window_size = window_size
         self.recompute = recompute
+        if not recompute and not self.has_norm_block:
+            raise ValueError(
+                f"{type(self).__name__}: `recompute` must be True with {self._obstacle()}, as it is of calls with "
+                "norm_block=True, which that rules out, got False; leave it out."
+            )
 
     @property
     def has_norm_block(self) -> bool:
@@ -142,7 +151,15 @@ class GDPA(nn.Module):
 
         What replaces the module may say no: its caller then computes the norms and sums around it.
         """
-        return not self.causal and self.window_size == (-1, -1)
+        return not self.causal and tuple(self.window_size) == (-1, -1)
+
+    def _obstacle(self) -> str | None:
+        """Why ``has_norm_block`` is False."""
+        if self.causal:
+            return "`causal` True"
+        if tuple(self.window_size) != (-1, -1):
+            return f"`window_size` {tuple(self.window_size)}"
+        return None if self.has_norm_block else f"`has_norm_block` False, as it is of this {type(self).__name__}"
 
     def forward(
         self,
@@ -166,16 +183,23 @@ class GDPA(nn.Module):
         before the layer norm, and the result is ``rms_norm(gdpa(n, k, v) + n) + q`` with ``n = layer_norm(q)``.
 
         Raises:
-            ValueError: if ``norm_block`` is asked for with a mask, seeds, targets or requests, or as the function.
+            ValueError: if ``norm_block`` is asked for with a mask, seeds, targets or requests, if it is not where
+                ``recompute`` is False, or as the function.
         """
         check_bool(type(self).__name__, norm_block=norm_block)
         if norm_block:
-            if not self.has_norm_block or offsets_q is None or num_targets is not None or request_index is not None:
+            in_call = {
+                "`offsets_q` None": offsets_q is None,
+                "`num_targets`": num_targets is not None,
+                "`request_index`": request_index is not None,
+            }
+            obstacle = self._obstacle() or next((what for what, given in in_call.items() if given), None)
+            if obstacle is not None:
                 raise ValueError(
-                    f"{type(self).__name__}: `norm_block` must be False where `has_norm_block` is, with `num_targets` "
-                    "or `request_index`, and without `offsets_q`, got True; compute the norms and sums around the "
-                    "layer."
+                    f"{type(self).__name__}: `norm_block` must be False with {obstacle}, got True; compute the norms "
+                    "and sums around the layer."
                 )
+            assert offsets_q is not None
             return gdpa_norm_block(
                 q,
                 k,
@@ -189,6 +213,12 @@ class GDPA(nn.Module):
                 post_scale=self.post_scale,
                 recompute=self.recompute,
                 schedule=schedule,
+            )
+        # Of a layer that a recipe has replaced, the caller could do nothing else.
+        if not self.recompute and self.has_norm_block:
+            raise ValueError(
+                f"{type(self).__name__}: `recompute` must be True in a call without `norm_block`, as it is of the "
+                "others, got False; pass norm_block=True, or make the layer without `recompute`."
             )
         return gdpa(
             q,

@@ -165,6 +165,11 @@ def check_bias(
         for name, times in (("times_q", times_q), ("times_k", times_k)):
             if times is not None:
                 raise ValueError(f"{op}: `{name}` must be None without `time_bias`, got a tensor; pass the table too.")
+        if time_buckets_per_octave != 1:
+            raise ValueError(
+                f"{op}: `time_buckets_per_octave` must be left out without `time_bias`, got {time_buckets_per_octave}; "
+                "pass the table too."
+            )
         return
     _check_table(op, "time_bias", time_bias, q, "num_time_buckets")
     most = _OCTAVES * time_buckets_per_octave
