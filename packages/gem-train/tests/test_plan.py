@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -206,6 +209,40 @@ def test_sweep(capsys):
     assert seconds == sorted(seconds)
     peaks = [each["memory"]["peak_bytes"] for each in record["front"]]
     assert peaks == sorted(peaks, reverse=True)
+
+
+def fields(record, path=""):
+    """Paths of all values in JSON; ``[]`` stands for the entries of a list of objects."""
+    if isinstance(record, dict):
+        return {each for name, value in record.items() for each in fields(value, f"{path}.{name}" if path else name)}
+    if isinstance(record, list) and record and isinstance(record[0], dict):
+        return {each for value in record for each in fields(value, f"{path}[]")}
+    return {path}
+
+
+def listed_fields(page):
+    """Those of the table in the planning page, with names in braces written out."""
+    (section,) = re.findall(r"^## The JSON\n(.*?)^## ", page, flags=re.MULTILINE | re.DOTALL)
+    found = []
+    for row in re.findall(r"^\| `([^`]+)` \|", section, flags=re.MULTILINE):
+        parts = re.split(r"\{(.*?)\}", row)
+        choices = [part.split(", ") if at % 2 else [part] for at, part in enumerate(parts)]
+        found += map("".join, itertools.product(*choices))
+    assert len(set(found)) == len(found)
+    return set(found)
+
+
+def test_the_page_lists_the_fields_of_the_json(capsys):
+    page = (Path(__file__).parents[3] / "docs" / "planning.md").read_text()
+    listed = listed_fields(page)
+    plan = json.loads(run(capsys, "explain", "cluster-4096", "--json")[1])
+    assert fields(plan) == listed
+    assert f"| `schema` | | version of the object, {plan['schema']} |" in page
+    front = json.loads(run(capsys, "sweep", "synthetic", "--ranks", "8", "--json")[1])
+    assert set(front) == {"schema", "layouts", "front"}
+    missing = ("step.timeline", "limiting", "changes")
+    left = {each for each in listed if not each.startswith(missing)}
+    assert fields(front["front"][0]) == left | {"limiting", "changes"}
 
 
 def test_a_layout_that_leaves_its_tier_is_explained_with_a_note(capsys):
