@@ -208,5 +208,5 @@ def test_synthetic_is_reproducible() -> None:
     assert np.array_equal(a.dense, b.dense)
     assert not (len(a.row) == len(c.row) and np.array_equal(a.labels["click"], c.labels["click"]))
     assert (a.history_end < np.arange(a.num_events)).mean() > 0.05, "ties exist"
-    with pytest.raises(ValueError, match="num_users must be >= 10, got 2"):
+    with pytest.raises(ValueError, match="`num_users` must be >= 10, got 2; raise it"):
         generate(num_users=2)

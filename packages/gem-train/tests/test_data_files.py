@@ -148,13 +148,11 @@ def test_a_column_that_is_there_twice(toy: Any, tmp_path: Path) -> None:
 
 def test_arguments_of_another_type_are_refused(toy: Any, tmp_path: Path) -> None:
     events, items = toy.write(tmp_path, *toy.columns())
-    with pytest.raises(
-        TypeError, match="`events` must be the path of a Parquet file, got Table; write it with pyarrow"
-    ):
+    with pytest.raises(TypeError, match="`events` must be a path, got Table; write a Parquet file with pyarrow"):
         load_events(pq.read_table(events), toy.schema, items=items)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="`schema` must be a DatasetSchema, got NoneType"):
         load_events(events, None, items=items)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="`items` must be the path of a Parquet file, got Table"):
+    with pytest.raises(TypeError, match="`items` must be a path, got Table; write a"):
         load_events(events, toy.schema, items=pq.read_table(items))  # type: ignore[arg-type]
 
 

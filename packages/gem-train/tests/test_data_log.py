@@ -123,7 +123,7 @@ def test_split_rule(toy: Any, toy_log: EventLog) -> None:
     assert all(len(toy_log.samples(split)) for split in SPLITS)
     train = toy_log.samples("train")
     assert np.all(np.diff(toy_log.timestamp[train]) >= 0)
-    with pytest.raises(ValueError, match="split must be one of"):
+    with pytest.raises(ValueError, match="`split` must be train, validation or test, got str 'dev'; name one"):
         toy_log.samples("dev")
 
 

@@ -19,7 +19,11 @@ class Case:
 
 
 CASES = [
-    Case("label as candidate", lambda s: replace(s, candidate_features=("stars",)), "'stars', the source of a label"),
+    Case(
+        "label as candidate",
+        lambda s: replace(s, candidate_features=("stars",)),
+        "source of a label, got 'stars', which reads 'stars'; use",
+    ),
     Case(
         "label as dense context",
         lambda s: replace(s, context_dense=(DenseColumn(column="stars"),)),
@@ -30,32 +34,103 @@ CASES = [
         lambda s: replace(s, event_dense=(DenseColumn(column="bought"),)),
         "source of a label that is not known",
     ),
-    Case("no user column", lambda s: replace(s, user="member"), "user names column 'member', declared are"),
-    Case("timestamp of strings", lambda s: replace(s, timestamp="item_id"), "kind int, 'item_id' is string"),
-    Case("no labels", lambda s: replace(s, labels=()), "has no labels"),
-    Case("label column", lambda s: replace(s, labels=(replace(s.labels[0], column="x"),)), r"labels \(good\) names"),
-    Case("task twice", lambda s: replace(s, labels=s.labels * 2), r"repeats \['good', 'sold'\]"),
-    Case("feature twice", lambda s: replace(s, features=s.features * 2), "features of 'toy' repeats"),
-    Case("list twice", lambda s: replace(s, candidate_features=("item", "item")), "candidate_features of"),
-    Case("undefined feature", lambda s: replace(s, history_features=("colour",)), "'colour', the features are"),
-    Case("unknown dense", lambda s: replace(s, context_dense=("noon",)), "'noon'; choose from"),
-    Case("max_history", lambda s: replace(s, max_history=0), "max_history must be >= 1, got 0"),
-    Case("no item table", lambda s: replace(s, item_columns=()), "item_columns is empty"),
+    Case(
+        "no user column",
+        lambda s: replace(s, user="member"),
+        r"`user` must name a declared column, which are \['bought', .*got 'member'; declare it",
+    ),
+    Case(
+        "timestamp of strings",
+        lambda s: replace(s, timestamp="item_id"),
+        "`timestamp` must have a column of kind int, got 'item_id' of kind string; name",
+    ),
+    Case("no labels", lambda s: replace(s, labels=()), "`labels` of 'toy' must hold a task, got none; give"),
+    Case(
+        "label column",
+        lambda s: replace(s, labels=(replace(s.labels[0], column="x"),)),
+        r"`labels` \(good\) must name a declared column.* got 'x'",
+    ),
+    Case(
+        "task twice",
+        lambda s: replace(s, labels=s.labels * 2),
+        r"`labels` of 'toy' must not repeat a name, got \['good', 'sold'\] twice; give",
+    ),
+    Case("feature twice", lambda s: replace(s, features=s.features * 2), "`features` of 'toy' must not repeat"),
+    Case("list twice", lambda s: replace(s, candidate_features=("item", "item")), "`candidate_features` of"),
+    Case(
+        "undefined feature",
+        lambda s: replace(s, history_features=("colour",)),
+        "`history_features` must name features, which are .* got 'colour'; define it",
+    ),
+    Case(
+        "unknown dense",
+        lambda s: replace(s, context_dense=("noon",)),
+        "`context_dense` must name some of log1p_history_length, .*, got 'noon'; name one",
+    ),
+    Case("max_history", lambda s: replace(s, max_history=0), "`max_history` must be >= 1, got 0; raise it"),
+    Case(
+        "no item table",
+        lambda s: replace(s, item_columns=()),
+        "`item_columns` must hold '.*', which feature .* reads, got none; declare",
+    ),
     Case("buckets of strings", lambda s: replace(s, features=(replace(s.features[3], column="item_id"),)), "int or"),
-    Case("column kind", lambda s: Column(name="a", kind="bytes"), "kind must be"),
-    Case("minimum of strings", lambda s: Column(name="a", kind="string", minimum=0), "are for numbers"),
-    Case("label op", lambda s: Label(task="a", column="b", op="ne", value=1), "op must be"),
+    Case(
+        "column kind",
+        lambda s: Column(name="a", kind="bytes"),
+        "`kind` must be int, float, string or strings, got str 'bytes'; name",
+    ),
+    Case(
+        "minimum of strings",
+        lambda s: Column(name="a", kind="string", minimum=0),
+        "`minimum` must be None for kind 'string', which has no order, got 0; remove it",
+    ),
+    Case(
+        "label op",
+        lambda s: Label(task="a", column="b", op="ne", value=1),
+        "Label 'a': `op` must be ge, gt, le, lt or eq, got str 'ne'; name",
+    ),
     Case("label delay", lambda s: Label(task="a", column="b", op="eq", value=1, delay_seconds=-1), ">= 0, got -1"),
     Case("label value", lambda s: Label(task="a", column="b", op="eq", value=float("nan")), "must be finite"),
-    Case("min_count", lambda s: CategoricalFeature(name="a", column="b", min_count=0), "min_count must be >= 1"),
-    Case("values twice", lambda s: CategoricalFeature(name="a", column="b", values=(1, 1)), "must be distinct"),
-    Case("both buckets", lambda s: BucketFeature(name="a", column="b", boundaries=(1.0,), num_buckets=3), "not both"),
-    Case("no buckets", lambda s: BucketFeature(name="a", column="b"), "needs boundaries or num_buckets"),
-    Case("boundaries", lambda s: BucketFeature(name="a", column="b", boundaries=(2.0, 1.0)), "must increase"),
+    Case("min_count", lambda s: CategoricalFeature(name="a", column="b", min_count=0), "`min_count` must be >= 1"),
+    Case(
+        "values twice",
+        lambda s: CategoricalFeature(name="a", column="b", values=(1, 1)),
+        "`values` must be distinct, got 1 twice; give each once",
+    ),
+    Case(
+        "both buckets",
+        lambda s: BucketFeature(name="a", column="b", boundaries=(1.0,), num_buckets=3),
+        "`boundaries` or `num_buckets` must be given, got both; give one",
+    ),
+    Case(
+        "no buckets",
+        lambda s: BucketFeature(name="a", column="b"),
+        "`boundaries` or `num_buckets` must be given, got neither; give one",
+    ),
+    Case(
+        "boundaries", lambda s: BucketFeature(name="a", column="b", boundaries=(2.0, 1.0)), "`boundaries` must increase"
+    ),
     Case("one bucket", lambda s: BucketFeature(name="a", column="b", num_buckets=1), "must be >= 2"),
-    Case("test_fraction", lambda s: TimeSplit(test_fraction=1.0), "test_fraction must be between"),
-    Case("gap", lambda s: TimeSplit(gap_seconds=-1), "gap_seconds must be >= 0"),
-]  # fmt: skip
+    Case("test_fraction", lambda s: TimeSplit(test_fraction=1.0), "`test_fraction` must be between"),
+    Case("gap", lambda s: TimeSplit(gap_seconds=-1), "`gap_seconds` must be >= 0"),
+    Case(
+        "min_count of a vocabulary",
+        lambda s: CategoricalFeature(name="a", column="b", values=(1, 2), min_count=3),
+        "CategoricalFeature 'a': `min_count` must be left out with `values`, .*, got 3; give one",
+    ),
+    Case(
+        "unknown items without item table",
+        lambda s: replace(
+            s,
+            item_columns=(),
+            features=s.features[:1],
+            candidate_features=("item",),
+            history_features=("item",),
+            unknown_items="empty",
+        ),
+        "`unknown_items` must be 'error' without `item_columns`, .*, got 'empty'; leave it out",
+    ),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -77,9 +152,9 @@ def test_refused(case: Case, toy: Any) -> None:
         ),
         (
             {"features": None},
-            "features must be a tuple of CategoricalFeature or BucketFeature, got NoneType; give a tup",
+            "`features` must be a tuple of CategoricalFeature or BucketFeature, got NoneType; give a tup",
         ),
-        ({"event_columns": ("user_id",)}, "event_columns must hold Column only, got 'user_id'"),
+        ({"event_columns": ("user_id",)}, "`event_columns` must hold Column only, got 'user_id'"),
     ],
 )
 def test_fields_of_another_type_are_refused(toy: Any, change: dict[str, Any], match: str) -> None:

@@ -157,9 +157,9 @@ def test_foreign_state_is_refused(toy_log: EventLog) -> None:
     reader = source(toy_log)
     good = reader.state_dict()
     for key, value in (("seed", 9), ("num_samples", 5), ("split", "test"), ("shuffle", False), ("version", 0)):
-        with pytest.raises(ValueError, match=f"{key} must be .* as here, got {value!r}"):
+        with pytest.raises(ValueError, match=f"`{key}` must be .* as here, got {value!r}"):
             reader.load_state_dict({**good, key: value})
-    with pytest.raises(ValueError, match="position must be"):
+    with pytest.raises(ValueError, match="`epoch` and `next_sample` must be"):
         reader.load_state_dict({**good, "next_sample": 10**6})
     with pytest.raises(ValueError, match="must have keys"):
         reader.load_state_dict({"epoch": 0})
@@ -172,7 +172,7 @@ def test_foreign_state_is_refused(toy_log: EventLog) -> None:
     ids=str,
 )  # fmt: skip
 def test_bad_arguments(changes: dict[str, int], toy_log: EventLog) -> None:
-    with pytest.raises(ValueError, match=f"EventSource: {next(iter(changes))} must be"):
+    with pytest.raises(ValueError, match=f"EventSource: `{next(iter(changes))}` must be"):
         source(toy_log, **changes)
 
 

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from gem_train.data.arguments import check_choice, check_kind, check_path
 from gem_train.data.encoding import Encoder, encode_feature, standardise
 from gem_train.data.errors import DataError
 from gem_train.data.parquet import Table, check_unique, read_table
@@ -138,10 +139,14 @@ class EventLog:
         Returns:
             (num_samples,) positions in the log.
         """
-        if split not in SPLITS:
-            raise ValueError(f"EventLog.samples: split must be one of {SPLITS}, got {split!r}; name one of them")
+        check_split("EventLog.samples", split)
         positions = np.flatnonzero(self.split == SPLITS.index(split))
         return positions[np.lexsort((self.row[positions], self.timestamp[positions]))]
+
+
+def check_split(owner: str, split: object) -> None:
+    """Raises unless `split` names one."""
+    check_choice(owner, "split", split, SPLITS)
 
 
 def load_events(
@@ -163,23 +168,21 @@ def load_events(
         ValueError: if `items` and the schema's item_columns disagree.
     """
     for name, path in (("events", events), ("items", items)):
-        if not isinstance(path, str | os.PathLike) and not (name == "items" and path is None):
-            raise TypeError(
-                f"load_events: `{name}` must be the path of a Parquet file, got {type(path).__name__}; write it with "
-                "pyarrow.parquet.write_table first"
-            )
-    if not isinstance(schema, DatasetSchema):
-        raise TypeError(
-            f"load_events: `schema` must be a DatasetSchema, got {type(schema).__name__}; it says what the columns mean"
-        )
+        if name == "events" or path is not None:
+            check_path("load_events", name, path, "write a Parquet file with pyarrow.parquet.write_table first")
+    _check_schema("load_events", schema)
     if (items is None) != (not schema.item_columns):
         raise ValueError(
-            f"load_events: items must be given exactly when the schema has item_columns, got {items!r} with "
+            f"load_events: `items` must be given exactly when the schema has item_columns, got {items!r} with "
             f"{len(schema.item_columns)} item columns; give the file or change the schema"
         )
     event_table = read_table(events, schema.event_columns)
     item_table = None if items is None else read_table(items, schema.item_columns)
     return build_event_log(schema, event_table, item_table)
+
+
+def _check_schema(owner: str, schema: object) -> None:
+    check_kind(owner, "schema", schema, DatasetSchema, "it says what the columns mean")
 
 
 def build_event_log(schema: DatasetSchema, events: Table, items: Table | None = None) -> EventLog:
@@ -195,7 +198,12 @@ def build_event_log(schema: DatasetSchema, events: Table, items: Table | None = 
 
     Raises:
         DataError: if an item repeats or is missing, a timestamp cannot be in seconds, or a split is empty.
+        TypeError: if an argument has another type.
     """
+    _check_schema("build_event_log", schema)
+    for name, table in (("events", events), ("items", items)):
+        if name == "events" or table is not None:
+            check_kind("build_event_log", name, table, Table, "or give files to load_events")
     timestamp = events.columns[schema.timestamp].astype(np.int64)
     _check_seconds(schema, events, timestamp)
     distinct_users, user = np.unique(events.columns[schema.user], return_inverse=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from gem_train.data.arguments import check_directory
 from gem_train.data.log import EventLog, load_events
 from gem_train.data.schema import BucketFeature, CategoricalFeature, Column, DatasetSchema, Label
 
@@ -55,5 +56,7 @@ def load_movielens(directory: str | os.PathLike[str], schema: DatasetSchema = MO
 
     Raises:
         DataError: if a file breaks a rule of the schema.
+        TypeError: if an argument has another type.
     """
+    check_directory("load_movielens", directory)
     return load_events(Path(directory) / "events.parquet", schema, items=Path(directory) / "items.parquet")

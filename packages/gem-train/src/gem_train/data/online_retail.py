@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from gem_train.data.arguments import check_directory
 from gem_train.data.log import EventLog, build_event_log
 from gem_train.data.parquet import Array, StringLists, Table, read_table
 from gem_train.data.ranges import lengths_to_offsets
@@ -91,7 +92,9 @@ def load_online_retail(directory: str | os.PathLike[str], schema: DatasetSchema 
 
     Raises:
         DataError: if a file breaks a rule.
+        TypeError: if an argument has another type.
     """
+    check_directory("load_online_retail", directory)
     events = read_table(Path(directory) / "events.parquet", RAW_EVENT_COLUMNS)
     items = read_table(Path(directory) / "items.parquet", RAW_ITEM_COLUMNS)
     return build_event_log(schema, derive_events(events), derive_items(items))

@@ -7,7 +7,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gem_train.data.log import EventLog, Split
+from gem_train.data.arguments import check_choice, check_flag, check_kind, check_number
+from gem_train.data.log import EventLog, Split, check_split
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -87,7 +88,11 @@ def base_rate(log: EventLog, task: str, split: Split = "test") -> Float64Array:
 
     Returns:
         (num_samples,) probabilities, in the order of `log.samples(split)`.
+
+    Raises:
+        TypeError, ValueError: if `log` is none, or has no such task or split.
     """
+    _check("base_rate", log, task, split)
     return np.full(len(log.samples(split)), _prior(log, task))
 
 
@@ -114,7 +119,17 @@ def click_through_rate(
 
     Returns:
         (num_samples,) probabilities, in the order of `log.samples(split)`.
+
+    Raises:
+        TypeError, ValueError: if `log` is none, has no such task or split, or an option has another type or range.
     """
+    owner = "click_through_rate"
+    _check(owner, log, task, split)
+    check_choice(owner, "key", key, ("user", "item"))
+    check_number(owner, "prior_weight", prior_weight)
+    if prior_weight <= 0:
+        raise ValueError(f"{owner}: `prior_weight` must be > 0, got {prior_weight}; give a number of events")
+    check_flag(owner, "frozen", frozen)
     keys = log.user if key == "user" else log.item
     delay = next(label.delay_seconds for label in log.schema.labels if label.task == task)
     positions = log.samples(split)
@@ -132,6 +147,13 @@ def click_through_rate(
     end = np.maximum(np.searchsorted(codes, keys[positions] * span + latest, side="right"), begin)
     positives: Float64Array = labels[end] - labels[begin]
     return (positives + prior_weight * _prior(log, task)) / (end - begin + prior_weight)
+
+
+def _check(owner: str, log: object, task: object, split: object) -> None:
+    check_kind(owner, "log", log, EventLog, "make one with load_events or generate")
+    assert isinstance(log, EventLog)
+    check_choice(owner, "task", task, log.tasks)
+    check_split(owner, split)
 
 
 def _prior(log: EventLog, task: str) -> float:

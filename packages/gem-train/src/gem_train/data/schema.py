@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+from gem_train.data.arguments import check_choice, check_integer, check_kind, check_list, check_number, check_text
 
 ColumnKind = Literal["int", "float", "string", "strings"]
 Operator = Literal["ge", "gt", "le", "lt", "eq"]
 Source = Literal["events", "items"]
+Transform = Literal["identity", "log1p"]
+UnknownItems = Literal["error", "empty"]
 
 CONTEXT_DENSE = (
     "log1p_history_length",
@@ -38,10 +42,19 @@ class Column:
     """Largest allowed value of a number, inclusive."""
 
     def __post_init__(self) -> None:
-        if self.kind not in ("int", "float", "string", "strings"):
-            raise ValueError(f"Column: kind must be int, float, string or strings, got {self.kind!r}; name one of them")
-        if self.kind in ("string", "strings") and (self.minimum is not None or self.maximum is not None):
-            raise ValueError(f"Column: minimum and maximum are for numbers, got them on {self.name!r}; remove them")
+        check_text("Column", "name", self.name)
+        owner = f"Column {self.name!r}"
+        check_choice(owner, "kind", self.kind, get_args(ColumnKind))
+        for argument in ("minimum", "maximum"):
+            bound = getattr(self, argument)
+            if bound is None:
+                continue
+            check_number(owner, argument, bound)
+            if self.kind in ("string", "strings"):
+                raise ValueError(
+                    f"{owner}: `{argument}` must be None for kind {self.kind!r}, which has no order, got {bound}; "
+                    "remove it"
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,12 +69,12 @@ class Label:
     """Seconds after its event at which the label becomes known. A history carries it only from then on."""
 
     def __post_init__(self) -> None:
-        if self.op not in ("ge", "gt", "le", "lt", "eq"):
-            raise ValueError(f"Label: op must be ge, gt, le, lt or eq, got {self.op!r}; name one of them")
-        if self.delay_seconds < 0:
-            raise ValueError(f"Label: delay_seconds must be >= 0, got {self.delay_seconds}; give the delay in seconds")
-        if not math.isfinite(self.value):
-            raise ValueError(f"Label: value must be finite, got {self.value}; give the threshold of the rule")
+        check_text("Label", "task", self.task)
+        owner = f"Label {self.task!r}"
+        check_text(owner, "column", self.column)
+        check_choice(owner, "op", self.op, get_args(Operator))
+        check_number(owner, "value", self.value)
+        check_integer(owner, "delay_seconds", self.delay_seconds, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,12 +94,21 @@ class CategoricalFeature:
     """A vocabulary fixed in advance."""
 
     def __post_init__(self) -> None:
-        if self.min_count < 1:
+        owner = _feature(self)
+        check_integer(owner, "min_count", self.min_count, 1)
+        if self.values is None:
+            return
+        check_list(owner, "values", self.values, "give the vocabulary as a tuple")
+        for value in self.values:
+            check_kind(owner, "values", value, Hashable, "give numbers or texts")
+        repeated = [value for value in set(self.values) if self.values.count(value) > 1]
+        if repeated:
+            raise ValueError(f"{owner}: `values` must be distinct, got {repeated[0]!r} twice; give each once")
+        if self.min_count != 1:
             raise ValueError(
-                f"CategoricalFeature: min_count must be >= 1, got {self.min_count}; use 1 to keep all values"
+                f"{owner}: `min_count` must be left out with `values`, which are the vocabulary whatever their counts, "
+                f"got {self.min_count}; give one of the two"
             )
-        if self.values is not None and len(set(self.values)) != len(self.values):
-            raise ValueError(f"CategoricalFeature: values of {self.name!r} must be distinct; remove the repeated ones")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,21 +125,32 @@ class BucketFeature:
     num_buckets: int | None = None
 
     def __post_init__(self) -> None:
+        owner = _feature(self)
         if (self.boundaries is None) == (self.num_buckets is None):
-            raise ValueError(
-                f"BucketFeature: {self.name!r} needs boundaries or num_buckets, and not both; give one of them"
-            )
-        if self.boundaries is not None and list(self.boundaries) != sorted(set(self.boundaries)):
-            raise ValueError(
-                f"BucketFeature: boundaries of {self.name!r} must increase, got {self.boundaries}; sort them"
-            )
-        if self.num_buckets is not None and self.num_buckets < 2:
-            raise ValueError(
-                f"BucketFeature: num_buckets of {self.name!r} must be >= 2, got {self.num_buckets}; raise it"
-            )
+            given = "neither" if self.boundaries is None else "both"
+            raise ValueError(f"{owner}: `boundaries` or `num_buckets` must be given, got {given}; give one of them")
+        if self.num_buckets is not None:
+            check_integer(owner, "num_buckets", self.num_buckets, 2)
+        if self.boundaries is None:
+            return
+        check_list(owner, "boundaries", self.boundaries, "give the numbers as a tuple")
+        for boundary in self.boundaries:
+            check_number(owner, "boundaries", boundary)
+        if list(self.boundaries) != sorted(set(self.boundaries)):
+            raise ValueError(f"{owner}: `boundaries` must increase, got {self.boundaries}; sort them")
 
 
 Feature = CategoricalFeature | BucketFeature
+
+
+def _feature(feature: Feature) -> str:
+    """What errors call it; refuses names and a source that are none."""
+    kind = type(feature).__name__
+    check_text(kind, "name", feature.name)
+    owner = f"{kind} {feature.name!r}"
+    check_text(owner, "column", feature.column)
+    check_choice(owner, "source", feature.source, get_args(Source))
+    return owner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +158,11 @@ class DenseColumn:
     """A numeric event column as a dense feature."""
 
     column: str
-    transform: Literal["identity", "log1p"] = "identity"
+    transform: Transform = "identity"
+
+    def __post_init__(self) -> None:
+        check_text("DenseColumn", "column", self.column)
+        check_choice(f"DenseColumn {self.column!r}", "transform", self.transform, get_args(Transform))
 
     @property
     def name(self) -> str:
@@ -150,10 +187,10 @@ class TimeSplit:
     def __post_init__(self) -> None:
         for name in ("test_fraction", "validation_fraction"):
             value = getattr(self, name)
+            check_number("TimeSplit", name, value)
             if not 0.0 < value < 1.0:
-                raise ValueError(f"TimeSplit: {name} must be between 0 and 1, got {value}; 0.1 is usual")
-        if self.gap_seconds < 0:
-            raise ValueError(f"TimeSplit: gap_seconds must be >= 0, got {self.gap_seconds}; give the label's delay")
+                raise ValueError(f"TimeSplit: `{name}` must be between 0 and 1, got {value}; 0.1 is usual")
+        check_integer("TimeSplit", "gap_seconds", self.gap_seconds, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,34 +223,45 @@ class DatasetSchema:
     """Name of the sequence."""
     max_history: int = 200
     """A history keeps this many of its latest events."""
-    unknown_items: Literal["error", "empty"] = "error"
+    unknown_items: UnknownItems = "error"
     """What an event whose item is not in the item table means: an error, or an item without features."""
     split: TimeSplit = TimeSplit()
 
     def __post_init__(self) -> None:
+        for argument in ("name", "user", "item", "timestamp", "history"):
+            check_text("DatasetSchema", argument, getattr(self, argument))
         for argument, kinds in _ELEMENTS.items():
             _check_elements(argument, getattr(self, argument), kinds)
+        check_kind("DatasetSchema", "split", self.split, TimeSplit, "for example TimeSplit(test_fraction=0.1)")
+        check_integer("DatasetSchema", "max_history", self.max_history, 1)
+        check_choice("DatasetSchema", "unknown_items", self.unknown_items, get_args(UnknownItems))
+        if self.unknown_items != "error" and not self.item_columns:
+            raise ValueError(
+                "DatasetSchema: `unknown_items` must be 'error' without `item_columns`, where no item is unknown, "
+                f"got {self.unknown_items!r}; leave it out"
+            )
         events = {c.name: c for c in self.event_columns}
         items = {c.name: c for c in self.item_columns}
         for role in ("user", "item", "timestamp"):
-            self._require(getattr(self, role), events, role, ("int",) if role == "timestamp" else ("int", "string"))
+            self._require(
+                getattr(self, role), events, f"`{role}`", ("int",) if role == "timestamp" else ("int", "string")
+            )
         if self.labelled is not None:
-            self._require(self.labelled, events, "labelled", ("int",))
+            check_text("DatasetSchema", "labelled", self.labelled)
+            self._require(self.labelled, events, "`labelled`", ("int",))
         if items:
-            self._require(self.item, items, "item", ("int", "string"))
+            self._require(self.item, items, "`item`", ("int", "string"))
         if not self.labels:
-            raise ValueError(f"DatasetSchema: {self.name!r} has no labels; give at least one task")
+            raise ValueError(
+                f"DatasetSchema: `labels` of {self.name!r} must hold a task, got none; give at least one Label"
+            )
         _distinct("labels", [label.task for label in self.labels], self.name)
         _distinct("features", [feature.name for feature in self.features], self.name)
         for label in self.labels:
-            self._require(label.column, events, f"labels ({label.task})", ("int", "float"))
+            self._require(label.column, events, f"`labels` ({label.task})", ("int", "float"))
         for feature in self.features:
             self._check_feature(feature, items if feature.source == "items" else events)
         self._check_lists(events)
-        if self.max_history < 1:
-            raise ValueError(
-                f"DatasetSchema: max_history must be >= 1, got {self.max_history}; give a number of events"
-            )
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -247,9 +295,12 @@ class DatasetSchema:
 
     def _check_feature(self, feature: Feature, columns: dict[str, Column]) -> None:
         if feature.source == "items" and not self.item_columns:
-            raise ValueError(f"DatasetSchema: feature {feature.name!r} reads the item table, but item_columns is empty")
+            raise ValueError(
+                f"DatasetSchema: `item_columns` must hold {feature.column!r}, which feature {feature.name!r} reads, "
+                "got none; declare the columns of the item table"
+            )
         kinds = ("int", "float") if isinstance(feature, BucketFeature) else ("int", "float", "string", "strings")
-        self._require(feature.column, columns, f"feature {feature.name}", kinds)
+        self._require(feature.column, columns, f"`features` ({feature.name})", kinds)
 
     def _check_lists(self, events: dict[str, Column]) -> None:
         features = {feature.name: feature for feature in self.features}
@@ -259,14 +310,15 @@ class DatasetSchema:
             for name in names:
                 if name not in features:
                     raise ValueError(
-                        f"DatasetSchema: {argument} names {name!r}, the features are {sorted(features)}; define it"
+                        f"DatasetSchema: `{argument}` must name features, which are {sorted(features)}, got {name!r}; "
+                        "define it"
                     )
         for name in self.candidate_features:
             feature = features[name]
             if feature.source == "events" and self.label_delay(feature.column) is not None:
                 raise ValueError(
-                    f"DatasetSchema: candidate feature {name!r} reads {feature.column!r}, the source of a label; "
-                    "use it in history_features only"
+                    f"DatasetSchema: `candidate_features` must not read the source of a label, got {name!r}, which "
+                    f"reads {feature.column!r}; use it in history_features only"
                 )
         for argument, known in (("context_dense", CONTEXT_DENSE), ("event_dense", EVENT_DENSE)):
             entries: tuple[str | DenseColumn, ...] = getattr(self, argument)
@@ -280,23 +332,28 @@ class DatasetSchema:
         if isinstance(entry, str):
             if entry not in known:
                 raise ValueError(
-                    f"DatasetSchema: {argument} names {entry!r}; choose from {known} or give a DenseColumn"
+                    f"DatasetSchema: `{argument}` must name some of {', '.join(known)}, got {entry!r}; name one, or "
+                    "give a DenseColumn"
                 )
             return
-        self._require(entry.column, events, argument, ("int", "float"))
+        self._require(entry.column, events, f"`{argument}`", ("int", "float"))
         delay = self.label_delay(entry.column)
         if delay is not None and (argument == "context_dense" or delay > 0):
             raise ValueError(
-                f"DatasetSchema: {argument} reads {entry.column!r}, the source of a label that is not known then; "
-                "use a history feature, which hides it until it is known"
+                f"DatasetSchema: `{argument}` must not read the source of a label that is not known then, got "
+                f"{entry.column!r}; use a history feature, which hides it until it is known"
             )
 
     def _require(self, name: str, columns: dict[str, Column], role: str, kinds: tuple[str, ...]) -> None:
         if name not in columns:
-            raise ValueError(f"DatasetSchema: {role} names column {name!r}, declared are {sorted(columns)}; declare it")
+            raise ValueError(
+                f"DatasetSchema: {role} must name a declared column, which are {sorted(columns)}, got {name!r}; "
+                "declare it"
+            )
         if columns[name].kind not in kinds:
             raise ValueError(
-                f"DatasetSchema: {role} needs a column of kind {' or '.join(kinds)}, {name!r} is {columns[name].kind}"
+                f"DatasetSchema: {role} must have a column of kind {' or '.join(kinds)}, got {name!r} of kind "
+                f"{columns[name].kind}; name another, or declare it so"
             )
 
 
@@ -317,13 +374,15 @@ def _check_elements(argument: str, value: object, kinds: tuple[type, ...]) -> No
     words = " or ".join(kind.__name__ for kind in kinds)
     if not isinstance(value, tuple | list):
         remedy = f"put a comma after it: {argument}=({value!r},)" if isinstance(value, kinds) else "give a tuple"
-        raise TypeError(f"DatasetSchema: {argument} must be a tuple of {words}, got {type(value).__name__}; {remedy}")
+        raise TypeError(f"DatasetSchema: `{argument}` must be a tuple of {words}, got {type(value).__name__}; {remedy}")
     for element in value:
         if not isinstance(element, kinds):
-            raise TypeError(f"DatasetSchema: {argument} must hold {words} only, got {element!r}; name them all so")
+            raise TypeError(f"DatasetSchema: `{argument}` must hold {words} only, got {element!r}; name them all so")
 
 
 def _distinct(argument: str, names: list[str], schema: str) -> None:
     if len(set(names)) != len(names):
         repeated = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"DatasetSchema: {argument} of {schema!r} repeats {repeated}; give each name once")
+        raise ValueError(
+            f"DatasetSchema: `{argument}` of {schema!r} must not repeat a name, got {repeated} twice; give each once"
+        )

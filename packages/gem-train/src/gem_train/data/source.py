@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from gem_train.data.arguments import check_flag, check_integer, check_kind
 from gem_train.data.balance import deal_by_length
 from gem_train.data.batch import Batch
 from gem_train.data.collate import collate, history_lengths
-from gem_train.data.log import EventLog, Split
+from gem_train.data.log import EventLog, Split, check_split
 from gem_train.data.prefetch import PINNING, prefetch
 
 STATE_VERSION = 1
@@ -67,11 +68,18 @@ class EventSource:
 
         Raises:
             ValueError: if a number is out of range.
+            TypeError: if an argument has another type.
         """
+        check_kind("EventSource", "log", log, EventLog, "make one with load_events or generate")
+        check_split("EventSource", split)
         _check_at_least(1, global_batch_size=global_batch_size, world_size=world_size, epochs=epochs)
         _check_at_least(0, rank=rank, prefetch_batches=prefetch_batches, seed=seed)
+        check_flag("EventSource", "balance_lengths", balance_lengths)
+        check_flag("EventSource", "pin_memory", pin_memory)
+        if shuffle is not None:
+            check_flag("EventSource", "shuffle", shuffle)
         if rank >= world_size:
-            raise ValueError(f"EventSource: rank must be < world_size = {world_size}, got {rank}; count ranks from 0")
+            raise ValueError(f"EventSource: `rank` must be < world_size = {world_size}, got {rank}; count ranks from 0")
         self._log = log
         self._samples = log.samples(split)
         self.split = split
@@ -133,21 +141,24 @@ class EventSource:
             ValueError: if the state is of another order of samples.
         """
         expected = self.state_dict()
+        check_kind("EventSource.load_state_dict", "state", state, dict, "load what state_dict returned")
         if state.keys() != expected.keys():
             raise ValueError(
-                f"EventSource.load_state_dict: state must have keys {sorted(expected)}, got {sorted(state)}; "
+                f"EventSource.load_state_dict: `state` must have keys {sorted(expected)}, got {sorted(state)}; "
                 "load a state made by this version"
             )
         for key in ("version", "split", "num_samples", "seed", "shuffle"):
             if state[key] != expected[key]:
                 raise ValueError(
-                    f"EventSource.load_state_dict: {key} must be {expected[key]!r} as here, got {state[key]!r}; "
+                    f"EventSource.load_state_dict: `{key}` must be {expected[key]!r} as here, got {state[key]!r}; "
                     "resume with the data and options of the saved run"
                 )
+        for key in ("epoch", "next_sample"):
+            check_integer("EventSource.load_state_dict", key, state[key])
         epoch, next_sample = int(state["epoch"]), int(state["next_sample"])
         if epoch < 0 or not 0 <= next_sample <= self.num_samples:
             raise ValueError(
-                f"EventSource.load_state_dict: position must be in epoch >= 0 and 0..{self.num_samples}, "
+                f"EventSource.load_state_dict: `epoch` and `next_sample` must be >= 0 and in 0..{self.num_samples}, "
                 f"got ({epoch}, {next_sample}); the state is damaged, load another"
             )
         self._epoch, self._next_sample, self._complete = epoch, next_sample, False
@@ -216,5 +227,4 @@ class EventSource:
 
 def _check_at_least(minimum: int, **arguments: int) -> None:
     for name, value in arguments.items():
-        if value < minimum:
-            raise ValueError(f"EventSource: {name} must be >= {minimum}, got {value}; raise it")
+        check_integer("EventSource", name, value, minimum)

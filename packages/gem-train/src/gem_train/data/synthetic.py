@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from gem_train.data.arguments import check_integer, check_number
 from gem_train.data.log import EventLog, build_event_log
 from gem_train.data.parquet import StringLists, Table
 from gem_train.data.ranges import lengths_to_offsets
@@ -52,16 +53,19 @@ def generate(
         The log.
 
     Raises:
-        ValueError: if a number is too small.
+        ValueError: if a number is too small or not finite.
+        TypeError: if it is none.
     """
     for name, value, minimum in (
         ("num_users", num_users, 10),
         ("num_items", num_items, 2),
         ("num_topics", num_topics, 2),
-        ("mean_events", mean_events, 2),
+        ("seed", seed, 0),
     ):
-        if value < minimum:
-            raise ValueError(f"generate: {name} must be >= {minimum}, got {value}; raise it")
+        check_integer("generate", name, value, minimum)
+    check_number("generate", "mean_events", mean_events)
+    if mean_events < 2:
+        raise ValueError(f"generate: `mean_events` must be >= 2, got {mean_events}; raise it")
     rng = np.random.default_rng(seed)
     appeal = 0.5 * rng.standard_normal(num_items)
     first = rng.integers(num_topics, size=num_items)
