@@ -103,20 +103,23 @@ def test_an_index_beyond_the_sequences_is_a_failure_and_no_crash(device, shapes,
 
 BAD = [
     ("{", "must be JSON, got an error in line 1"),
-    ("[]", "must hold a list of at least one case"),
+    ("[]", "must hold a list of at least one case, got an empty one; write"),
     ([3], "case 0 .* must be an object, got int"),
-    ([{"op": "gdpa", "heads": 3}], "case 0 .* has unknown field 'heads'; fields are "),
-    ([{"op": "gdpa"}], "case 0 .* needs `lengths_q`"),
-    ([{"op": "gdpa", "lengths_q": [5], "in_features": 7}], "case 0 .* has 'in_features', which gdpa does not take"),
+    ([{"op": "gdpa", "heads": 3}], "case 0 .* must have known fields only, got 'heads'; fields are "),
+    ([{"op": "gdpa"}], "case 0 .* must have `lengths_q`, .*, got none; add"),
+    (
+        [{"op": "gdpa", "lengths_q": [5], "in_features": 7}],
+        "case 0 .* must have fields that gdpa takes, got 'in_features'",
+    ),
     (
         [{"op": "block_attention", "lengths_q": [5], "causal": True}],
-        "case 0 .* has 'causal', which block_attention does",
+        "case 0 .* must have fields that block_attention takes, got 'causal'; leave",
     ),
     ([{"op": "gdpa", "num_seeds": -1}], "`num_seeds` must be an int >= 0, got -1"),
     ([SMALL[0] | {"num_seeds": 3}], "`num_seeds` must be 0 with `lengths_q`, or without `lengths_k`, .* got 3"),
     ([SMALL[0] | {"num_targets": [0, -1, 2]}], "`num_targets` must be a list of ints >= 0, rows per sequence, got"),
-    ([{"op": "linear_norm", "head_dim": 5}], "case 0 .* has 'head_dim', which linear_norm does not take"),
-    ([SMALL[0], {"dtype": "float32"}], "case 1 .* has no `op`"),
+    ([{"op": "linear_norm", "head_dim": 5}], "case 0 .* must have fields that linear_norm takes, got 'head_dim'"),
+    ([SMALL[0], {"dtype": "float32"}], "case 1 .* must name its `op`, got none"),
     ([{"op": "softmax"}], "case 0 .*`op` must be one of .*, got 'softmax'"),
     ([{"op": "gdpa", "dtype": "int8"}], "`dtype` must be one of .*, got 'int8'"),
     ([SMALL[0] | {"lengths_q": [-3]}], r"`lengths_q` must be a list of ints >= 0, .*, got \(-3,\)"),
@@ -127,18 +130,75 @@ BAD = [
     ([SMALL[0] | {"window_size": [1]}], r"`window_size` must be two ints >= -1, .*, got \(1,\)"),
     ([SMALL[0] | {"causal": "no"}], "`causal` must be true or false, got 'no'"),
     ([SMALL[1] | {"rows": -1}], "`rows` must be an int >= 0, got -1"),
-    ([{"op": "linear_norm", "rows": 3}], "linear_norm needs `in_features` and `out_features` of at least 1"),
+    ([{"op": "linear_norm", "rows": 3}], "`in_features` and `out_features` of linear_norm must be at least 1"),
 ]
 
 
 @pytest.mark.parametrize(("content", "message"), BAD, ids=[message[:50] for _, message in BAD])
-def test_a_bad_file_is_named(content, message, shapes, tmp_path):
+def test_a_bad_file_is_named(content, message, shapes, tmp_path, capsys):
     path = shapes(content)
-    with pytest.raises(ValueError, match=f"check: .*{message}"):
+    with pytest.raises(ValueError, match=f"--shapes: .*{message}"):
         load_cases(tmp_path / "shapes.json")
     with pytest.raises(SystemExit) as stop:
-        main(["check", "--shapes", path])
+        main(["check", "--device", "cpu", "--shapes", path])
     assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: python -m gem_kernels check [-h] [--shapes FILE]")
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, "must be a file that can be read, got '{}' (No such file or directory); name a JSON list of cases"),
+        ("directory", "must be a file that can be read, got '{}' (Is a directory); name a JSON list of cases"),
+        (b"\xff\xfe\x00", "`{}` must be JSON, got bytes that are no text; write it in UTF-8"),
+    ],
+    ids=["none", "directory", "bytes"],
+)
+def test_a_file_that_cannot_be_read_is_named(content, text, tmp_path, capsys):
+    path = tmp_path / "shapes.json"
+    if content == "directory":
+        path.mkdir()
+    elif content is not None:
+        path.write_bytes(content)
+    with pytest.raises(SystemExit) as stop:
+        main(["check", "--device", "cpu", "--shapes", str(path)])
+    assert stop.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == f"python -m gem_kernels check: error: --shapes: {text.format(path)}."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "usage", "last"),
+    [
+        (
+            [],
+            "usage: python -m gem_kernels [-h] COMMAND ...",
+            "the following arguments are required: COMMAND; `python -m gem_kernels --help` lists what there is",
+        ),
+        (
+            ["check", "--shape", "x", "--all"],
+            "usage: python -m gem_kernels check ",
+            "arguments: --all; `python -m gem_kernels check",
+        ),
+        (
+            ["warm"],
+            "usage: python -m gem_kernels warm ",
+            "the following arguments are required: --shapes; `python -m gem_kernels warm --help` lists",
+        ),
+        (
+            ["warm", "x", "--shapes", "y"],
+            "usage: python -m gem_kernels warm ",
+            "unrecognized arguments: x; `python -m gem_k",
+        ),
+    ],
+)
+def test_wrong_arguments_show_the_usage_of_their_command(arguments, usage, last, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith(usage)
+    assert last in err.splitlines()[-1]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what is then there")

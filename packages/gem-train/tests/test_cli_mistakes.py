@@ -49,6 +49,14 @@ WRONG = [
         "--set model.sequences.0.window=2 and --set model.sequences.history.window=3 are the same setting; give one",
     ),
     Wrong("before the data", ("train", "ml-latest-small", "--steps", "-1"), "--steps -1: `max_steps` must"),
+    Wrong(
+        "data of no recipe", ("recipes", "--data", "x"), "--data: must come with the RECIPE whose data it holds, got"
+    ),
+    Wrong(
+        "precision of a plan of numbers",
+        ("plan", "explain", "cluster-4096", "--precision", "fp32"),
+        "--precision: recipe cluster-4096 is numbers, of which only mxfp8 changes any",
+    ),
     Wrong("plan", ("plan", "explain", "ml-latest-small", "--set", "data.max_history=0"), "`max_history` must"),
     Wrong(
         "layers",
@@ -165,6 +173,52 @@ def test_a_mistake_gives_one_line_and_code_2(
     assert wrong.message in lines[-1]
     assert len(lines) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "usage", "last"),
+    [
+        ("", "gem [-h]", "gem: error: the following arguments are required: COMMAND; `gem --help` lists what there is"),
+        ("trian", "gem [-h]", "invalid choice: 'trian' "),
+        (
+            "train",
+            "gem train",
+            "gem train: error: the following arguments are required: RECIPE; `gem train --help` lists",
+        ),
+        (
+            "train synthetic --stepz=4",
+            "gem train",
+            "unrecognized arguments: --stepz=4; did you mean --steps; `gem train",
+        ),
+        (
+            "train synthetic --bogus",
+            "gem train",
+            "unrecognized arguments: --bogus; `gem train --help` lists what there is",
+        ),
+        (
+            "plan explain synthetic x",
+            "gem plan explain",
+            "gem plan explain: error: unrecognized arguments: x; `gem plan ex",
+        ),
+        ("plan explain synthetic --gather x", "gem plan explain", "--gather: invalid choice: 'x' "),
+        ("plan swep", "gem plan [-h]", "gem plan: error: argument ACTION: invalid choice: 'swep' "),
+        (
+            "report d --picture x",
+            "gem report",
+            "gem report: error: unrecognized arguments: --picture x; `gem report --help",
+        ),
+    ],
+)
+def test_wrong_arguments_show_the_usage_of_their_command(
+    arguments: str, usage: str, last: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments.split())
+    assert stop.value.code == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"usage: {usage}")
+    assert last in err.splitlines()[-1]
+    assert err.endswith(" --help` lists what there is\n")
 
 
 def test_comparing_with_an_unfinished_run_is_refused_before_training(

@@ -277,6 +277,10 @@ def test_a_layout_that_leaves_its_tier_is_explained_with_a_note(capsys):
         (("explain", "synthetic", "--dims", "ep=-2"), "--dims: ep must be at least 1, got -2; leave it out"),
         (("explain", "synthetic", "--dims", "ep=0"), "--dims: ep must be at least 1, got 0; leave it out"),
         (("explain", "synthetic", "--picture", "x.pdf"), "must end with .svg or .png, got 'x.pdf'"),
+        (
+            ("explain", "synthetic", "--picture", f"{__file__}/x.svg"),
+            "--picture: the file must lie in a directory, got",
+        ),
         (("explain", "synthetic", "--recompute", "2"), "error: --recompute: must be below 1 or 1, got 2"),
         (("explain", "synthetic", "--topology", "missing.toml"), "--topology: must be a file that can be read, got 'm"),
         (
@@ -318,12 +322,15 @@ def test_mistakes(capsys, arguments, text):
         ("--rates", "json", "{}", "must hold "),
         ("--topology", "json", '{"zones": "x"}', "Topology: `zones` must be an int, got str"),
         ("--topology", "toml", "zones = ", "must be valid TOML"),
+        ("--topology", "json", b"\xff\xfe", "Topology.load: "),
+        ("--topology", "toml", b"\xff\xfe", "must be valid TOML, got 'utf-8' codec "),
+        ("--rates", "json", b"\xff\xfe", "must hold a JSON object"),
         ("--topology", "toml", "zones = 100_000_000", "a plan is of at most 65,536 GPUs, got 800,000,000; add --ranks"),
     ],
 )
 def test_mistakes_in_files(capsys, tmp_path, option, suffix, content, text):
     path = tmp_path / f"it.{suffix}"
-    path.write_text(content)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     code, out, err = run(capsys, "explain", "cluster-4096", option, str(path))
     assert (code, out) == (2, "")
     assert text in err

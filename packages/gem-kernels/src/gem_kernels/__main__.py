@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 
@@ -24,6 +25,25 @@ _HEADER = f"{'op':17} {'dtype':9} {'sizes':45} {'tensor':14} {'error':>9} {'allo
 _CHOICES_HEADER = (
     f"{'op':17} {'kernel':14} {'dtype':9} {'sizes':12} {'lengths':11} default ms  chosen ms   gain  chosen"
 )
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors show the usage of the command that they are of, and end with what to do."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse, which leaves what a command does not know to the parser of all commands."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with an error of its arguments."""
+        self.refuse(f"{message}; `{self.prog} --help` lists what there is")
+
+    def refuse(self, message: str) -> NoReturn:
+        """End the program with an error that says what to do."""
+        super().error(message)
 
 
 def _write(text: str) -> None:
@@ -88,9 +108,9 @@ def run_warm(cases: Sequence[ConformanceCase], timeout: float, *, tunes: bool) -
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m gem_kernels", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+def _parser() -> _Parser:
+    parser = _Parser(prog="python -m gem_kernels", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     check = commands.add_parser(
         "check", help="every attention op and linear layer, with gradients, against the float64 reference"
     )
@@ -111,21 +131,23 @@ def _parser() -> argparse.ArgumentParser:
     ahead.add_argument(
         "--no-tune", action="store_true", help="only compile: with choices that are there, or the defaults"
     )
+    for command in (check, ahead):
+        command.set_defaults(parser=command)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0; 1 if a result is wrong, a rank waited in vain or ranks differ; 2 for wrong arguments."""
-    parser = _parser()
-    parsed = parser.parse_args(arguments)
+    parsed = _parser().parse_args(arguments)
+    parser: _Parser = parsed.parser
     on_gpu = parsed.command == "warm" or parsed.device == "cuda"
     if on_gpu and not torch.cuda.is_available():
         what = "warm" if parsed.command == "warm" else "check --device cuda"
-        parser.error(f"{what} needs a CUDA device, found none; check --device cpu runs without one")
+        parser.refuse(f"{what} needs a CUDA device, found none; check --device cpu runs without one")
     try:
         cases = load_cases(parsed.shapes) if parsed.shapes else default_cases(torch.device(parsed.device))
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
+    except ValueError as error:
+        parser.refuse(str(error))
     if parsed.command == "check":
         return 1 if run_check(cases, torch.device(parsed.device)) else 0
     try:

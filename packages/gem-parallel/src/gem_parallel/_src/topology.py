@@ -151,11 +151,13 @@ class Topology:
         path = Path(path)
         if path.suffix not in (".json", ".toml"):
             raise ValueError(f"Topology.load: `path` must end with .json or .toml, got {path.name!r}")
-        text = path.read_text(encoding="utf-8")
         try:
+            text = path.read_text(encoding="utf-8")
             values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
         except ValueError as error:
-            raise ValueError(f"Topology.load: {path} must be valid {path.suffix[1:].upper()}: {error}") from error
+            raise ValueError(
+                f"Topology.load: {path} must be valid {path.suffix[1:].upper()}, got {error}; correct it"
+            ) from error
         if not isinstance(values, dict):
             raise ValueError(f"Topology.load: {path} must hold one object, got {type(values).__name__}")
         _refuse_unknown(values, cls, str(path))

@@ -49,6 +49,10 @@ def run_recipes(args: argparse.Namespace) -> int:
     from gem_train.overrides import as_text, list_fields
 
     if args.recipe is None:
+        if args.data is not None:
+            raise ConfigError(
+                f"--data: must come with the RECIPE whose data it holds, got {args.data!r}; name one of the recipes"
+            )
         rows = [(r.name, r.data_dir or "(generated)", r.summary) for r in map(recipes.get, recipes.names())]
         plans = [plan for plan in map(recipes.get_plan, recipes.plan_names()) if plan is not None]
         rows += [(plan.name, "(numbers)", plan.summary) for plan in plans]

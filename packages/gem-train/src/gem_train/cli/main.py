@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from gem_train._version import __version__
 from gem_train.cli.output import complain
+from gem_train.cli.parser import Parser
 from gem_train.cli.plan_arguments import add_plan
 from gem_train.config import PRECISIONS
 from gem_train.errors import CheckpointError, NonFiniteError
@@ -90,7 +91,7 @@ def _fail(message: str, code: int, with_traceback: bool) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all sub-commands."""
-    parser = argparse.ArgumentParser(prog="gem", description="Train and evaluate ranking models.")
+    parser = Parser(prog="gem", description="Train and evaluate ranking models.")
     parser.add_argument("--version", action="version", version=f"gem-train {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands)

@@ -115,8 +115,10 @@ def run_sweep(args: argparse.Namespace) -> int:
 def _check_picture(path: str) -> None:
     """Refuses what no picture can be written to, before the plan is made and printed."""
     if not path.endswith((".svg", ".png")):
-        raise ConfigError(f"--picture: the file must end with .svg or .png, got {path!r}")
+        raise ConfigError(f"--picture: the file must end with .svg or .png, got {path!r}; name it so")
     directory = Path(path).parent
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"--picture: the file must lie in a directory, got {path!r}; name another")
     if not directory.is_dir():
         raise ConfigError(f"--picture: the directory of the file must exist, got {path!r}; make {directory} first")
     target = Path(path) if Path(path).exists() else directory
@@ -146,7 +148,7 @@ def _rates(path: str | None) -> Hardware:
         return Hardware.load()
     _check_file("rates", path, "a .json file of measured rates")
     try:
-        if not Path(path).read_text(encoding="utf-8").lstrip().startswith("{"):
+        if not Path(path).read_text(encoding="utf-8", errors="replace").lstrip().startswith("{"):
             raise ConfigError(
                 "--rates: the file must hold a JSON object, one field per rate, got something else in "
                 f"{path!r}; name a file of measured rates"
@@ -205,6 +207,11 @@ def _inputs(args: argparse.Namespace) -> Inputs:
     if plan is not None:
         if args.assignments or args.data:
             raise ConfigError(f"--set and --data: recipe {plan.name} is numbers without data; leave them out")
+        if args.precision not in (None, "mxfp8"):
+            raise ConfigError(
+                f"--precision: recipe {plan.name} is numbers, of which only mxfp8 changes any (blocks of mxfp8 on the "
+                f"wire), got {args.precision}; leave it out"
+            )
         model, workload = plan.describe(), plan.workload
         experts = min((unit.num_experts for unit in model.units if unit.num_experts > 1), default=1)
         if dims.ep > experts:

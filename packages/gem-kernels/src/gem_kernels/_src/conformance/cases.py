@@ -67,19 +67,20 @@ class ConformanceCase:
     def __post_init__(self) -> None:
         if self.op not in ATTENTION_OPS + LINEAR_OPS:
             known = ", ".join(ATTENTION_OPS + LINEAR_OPS)
-            raise ValueError(f"ConformanceCase: `op` must be one of {known}, got {self.op!r}.")
+            raise ValueError(f"ConformanceCase: `op` must be one of {known}, got {self.op!r}; name one of them.")
         if self.dtype not in DTYPES:
-            raise ValueError(f"ConformanceCase: `dtype` must be one of {', '.join(DTYPES)}, got {self.dtype!r}.")
+            known = ", ".join(DTYPES)
+            raise ValueError(f"ConformanceCase: `dtype` must be one of {known}, got {self.dtype!r}; name one of them.")
         _check_types(self)
         if self.num_seeds and (self.lengths_q or self.lengths_k is None):
             raise ValueError(
                 "ConformanceCase: `num_seeds` must be 0 with `lengths_q`, or without `lengths_k`, whose sequences "
-                f"share the seeds, got {self.num_seeds}."
+                f"share the seeds, got {self.num_seeds}; give the lengths of one side."
             )
         if self.op in LINEAR_OPS and min(self.in_features, self.out_features) < 1:
             raise ValueError(
-                f"ConformanceCase: {self.op} needs `in_features` and `out_features` of at least 1, "
-                f"got {self.in_features} and {self.out_features}."
+                f"ConformanceCase: `in_features` and `out_features` of {self.op} must be at least 1, "
+                f"got {self.in_features} and {self.out_features}; give both."
             )
 
     @property
@@ -122,7 +123,7 @@ def _check_types(case: ConformanceCase) -> None:
     ):  # fmt: skip
         value, least = getattr(case, name), 1 if name.startswith(("num_heads", "head", "block")) else 0
         if not (_is_int(value, least) or (name in ("num_heads_kv", "head_dim_v") and value is None)):
-            raise ValueError(f"ConformanceCase: `{name}` must be an int >= {least}, got {value!r}.")
+            raise ValueError(f"ConformanceCase: `{name}` must be an int >= {least}, got {value!r}; give a number.")
     for name, what in (
         ("lengths_q", "tokens"), ("lengths_k", "tokens"), ("request_index", "key sequence"), ("num_targets", "rows"),
     ):  # fmt: skip
@@ -131,14 +132,18 @@ def _check_types(case: ConformanceCase) -> None:
             continue
         if not (isinstance(numbers, tuple) and all(_is_int(x, 0) for x in numbers)):
             raise ValueError(
-                f"ConformanceCase: `{name}` must be a list of ints >= 0, {what} per sequence, got {numbers!r}."
+                f"ConformanceCase: `{name}` must be a list of ints >= 0, {what} per sequence, got {numbers!r}; list "
+                "them."
             )
     window = case.window_size
     if not (isinstance(window, tuple) and len(window) == 2 and all(_is_int(x, -1) for x in window)):
-        raise ValueError(f"ConformanceCase: `window_size` must be two ints >= -1, [left, right], got {window!r}.")
+        raise ValueError(
+            f"ConformanceCase: `window_size` must be two ints >= -1, [left, right], got {window!r}; -1 is unbounded."
+        )
     for name in ("causal", "rotary", "affine", "bias", "recompute"):
         if not isinstance(getattr(case, name), bool):
-            raise ValueError(f"ConformanceCase: `{name}` must be true or false, got {getattr(case, name)!r}.")
+            value = getattr(case, name)
+            raise ValueError(f"ConformanceCase: `{name}` must be true or false, got {value!r}; give one of them.")
 
 
 def _is_int(value: Any, least: int) -> bool:
@@ -159,35 +164,57 @@ FIELDS = {
 """Fields of a case by op."""
 
 
+_EXAMPLE = """write [{"op": "gdpa", "lengths_q": [0, 7, 300]}], for example"""
+
+
 def load_cases(path: Path) -> list[ConformanceCase]:
     """Cases of a JSON file: a list of objects with the fields of ``ConformanceCase``."""
     try:
-        entries = json.loads(path.read_text())
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(
+            f"--shapes: must be a file that can be read, got '{path}' ({error.strerror}); name a JSON list of cases."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--shapes: `{path}` must be JSON, got bytes that are no text; write it in UTF-8.") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"check: `{path}` must be JSON, got an error in line {error.lineno}: {error.msg}.") from error
+        raise ValueError(
+            f"--shapes: `{path}` must be JSON, got an error in line {error.lineno}: {error.msg}; correct it."
+        ) from error
     if not isinstance(entries, list) or not entries:
-        raise ValueError(f"check: `{path}` must hold a list of at least one case, got {type(entries).__name__}.")
+        got = "an empty one" if entries == [] else type(entries).__name__
+        raise ValueError(f"--shapes: `{path}` must hold a list of at least one case, got {got}; {_EXAMPLE}.")
     return [_load_case(path, number, entry) for number, entry in enumerate(entries)]
 
 
 def _load_case(path: Path, number: int, entry: Any) -> ConformanceCase:
     if not isinstance(entry, dict):
-        raise ValueError(f"check: case {number} of `{path}` must be an object, got {type(entry).__name__}.")
+        raise ValueError(
+            f"--shapes: case {number} of `{path}` must be an object, got {type(entry).__name__}; {_EXAMPLE}."
+        )
     fields = {field.name for field in dataclasses.fields(ConformanceCase)}
     unknown = sorted(set(entry) - fields)
     if unknown or "op" not in entry:
-        problem = f"unknown field {unknown[0]!r}" if unknown else "no `op`"
-        raise ValueError(f"check: case {number} of `{path}` has {problem}; fields are {', '.join(sorted(fields))}.")
+        rule, got = ("have known fields only", repr(unknown[0])) if unknown else ("name its `op`", "none")
+        raise ValueError(
+            f"--shapes: case {number} of `{path}` must {rule}, got {got}; fields are {', '.join(sorted(fields))}."
+        )
     foreign = sorted(set(entry) - FIELDS.get(str(entry["op"]), fields))
     if foreign:
-        raise ValueError(f"check: case {number} of `{path}` has {foreign[0]!r}, which {entry['op']} does not take.")
+        raise ValueError(
+            f"--shapes: case {number} of `{path}` must have fields that {entry['op']} takes, got {foreign[0]!r}; leave "
+            "it out."
+        )
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
     try:
         case = ConformanceCase(**values)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"check: case {number} of `{path}`: {error}") from error
+        raise ValueError(f"--shapes: case {number} of `{path}`: {error}") from error
     if case.op in ATTENTION_OPS and "lengths_q" not in entry and not case.num_seeds:
-        raise ValueError(f"check: case {number} of `{path}` needs `lengths_q`, tokens per sequence: a list of ints.")
+        raise ValueError(
+            f"--shapes: case {number} of `{path}` must have `lengths_q`, tokens per sequence, got none; add a list "
+            "of ints."
+        )
     return case
 
 

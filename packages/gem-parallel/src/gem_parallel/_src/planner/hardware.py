@@ -101,7 +101,7 @@ class Hardware:
         try:
             values: Any = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ValueError(f"Hardware.load: {path} must be valid JSON: {error}") from error
+            raise ValueError(f"Hardware.load: {path} must be valid JSON, got {error}; correct it") from error
         expected = {"name", *_BY_WIDTH, *_RATES}
         if not isinstance(values, dict):
             raise ValueError(
