@@ -74,7 +74,11 @@ def test_no_events():
     [
         ({"age": torch.zeros(4, 1)}, r"`age` must have shape \(T,\), got \(4, 1\)"),
         ({"dense": torch.zeros(3, 1)}, r"`dense` must have shape \(T, n\) with T = 4, got \(3, 1\)"),
-        ({"offsets": torch.zeros(2)}, r"`offsets` must have shape \(B \+ 1,\) and integers"),
+        ({"offsets": torch.zeros(2)}, r"`offsets` must be int32 or int64, got torch.float32; cast"),
+        (
+            {"offsets": torch.zeros(2, 2).long()},
+            r"`offsets` must have shape \(B \+ 1,\) .*, got \(2, 2\); make it with",
+        ),
         ({"age_knots": (1, 2.0)}, "`age_knots` must be at least two knots"),
         ({"recency_knots": (2, 0.0)}, "`recency_knots` must be at least two knots"),
         ({"width": 4}, "`width` must be at least the 5 columns that are filled, got 4"),

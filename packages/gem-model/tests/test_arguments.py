@@ -58,7 +58,7 @@ def test_logits_and_labels_of_another_type(parts):
     with pytest.raises(TypeError, match=r"^RankingModel.loss: `outputs` must map tasks to logits, got RandomBatch"):
         model.loss(batch, outputs)
     with pytest.raises(
-        ValueError, match=r"^RankingModel.loss: `outputs` must hold every task of the config, lacks 'like'"
+        ValueError, match=r"^RankingModel.loss: `outputs` must hold every task of the config, got none for 'like'; pass"
     ):
         model.loss({task: x for task, x in outputs.items() if task != "like"}, batch)
     lists = {task: x.tolist() for task, x in batch.labels.items()}

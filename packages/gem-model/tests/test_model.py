@@ -337,7 +337,7 @@ def test_missing_and_misshapen_inputs_are_named(tiny):
         with pytest.raises(ValueError, match=message):
             model(wrong_batch, wrong_embeddings)
     outputs = model(batch, embeddings)
-    with pytest.raises(ValueError, match="must hold every task of the config, lacks 'favourite'"):
+    with pytest.raises(ValueError, match="must hold every task of the config, got none for 'favourite'; add"):
         model.loss(outputs, dataclasses.replace(batch, labels={"like": batch.labels["like"]}))
     wrong = batch.labels | {"like": batch.labels["like"][:1]}
     with pytest.raises(ValueError, match=r"must have shape \(2,\) like its logits, got \(1,\)"):

@@ -57,6 +57,9 @@ def test_moves_to_a_device(tiny):
 
 
 def test_wrong_lengths_are_refused(tiny):
+    for name, value in (("mean_length", 30.0), ("max_length", 99)):
+        with pytest.raises(ValueError, match=f"`{name}` must be left out with `lengths`, .*, got {value}; give one"):
+            random_batch(tiny, 3, lengths={"history": (1, 2, 3)}, **{name: value})
     with pytest.raises(ValueError, match=r"`lengths\['history'\]` must have 3 entries, got 2"):
         random_batch(tiny, 3, lengths={"history": (1, 2)})
     with pytest.raises(ValueError, match=r"must have 3 entries, got 0"):

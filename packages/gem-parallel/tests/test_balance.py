@@ -211,6 +211,12 @@ COST = LengthCost(linear={"a": 1.0})
         ),
         (
             {"a": torch.ones(2).long()},
+            COST,
+            {"method": "none", "equal_counts": True},
+            "`equal_counts` must be False with method 'none', .*, got True; leave it out",
+        ),
+        (
+            {"a": torch.ones(2).long()},
             lambda lengths: torch.ones(3),
             {},
             r"one cost for each sample, shape \(B,\) = \(2,\), got \(3,\)",

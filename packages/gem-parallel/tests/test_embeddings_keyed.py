@@ -378,7 +378,7 @@ def test_refused_offsets_and_lengths():
         KeyedJaggedIds(["a"], IDS, lengths=torch.tensor([3, -1]))
     with pytest.raises(ValueError, match=r"`lengths` must sum to the number of values, 3, got 2"):
         KeyedJaggedIds(["a"], IDS, lengths=torch.tensor([1, 1]))
-    with pytest.raises(TypeError, match=r"`lengths` must be int64 or int32, got torch.float32; count events"):
+    with pytest.raises(TypeError, match=r"`lengths` must be int64 or int32, got torch.float32; keep integers"):
         KeyedJaggedIds(["a"], IDS, lengths=OFFSETS.float())
     with pytest.raises(ValueError, match="keys x bags numbers, as many bags for each of the 2 keys, got 3"):
         KeyedJaggedIds(["a", "b"], IDS, lengths=IDS)

@@ -134,7 +134,7 @@ REFUSED = [
         "float ids",
         {"x": (torch.tensor([1.5]), torch.tensor([0, 1]))},
         TypeError,
-        "got torch.float32; keep ids as int64",
+        "got torch.float32; keep integers as int64",
     ),
     Refused(
         "sparse values",
@@ -372,7 +372,7 @@ def test_hash_is_splitmix64():
     assert hash_ids(words, 1000).tolist() == [each % 2**63 % 1000 for each in expected]
     with pytest.raises(TypeError, match=r"`values` must be int64, got torch.int32"):
         hash_ids(words.int(), 3)
-    with pytest.raises(TypeError, match=r"got torch.float64; keep ids as int64"):
+    with pytest.raises(TypeError, match=r"got torch.float64; keep integers as int64"):
         hash_ids(words.double(), 3)
     with pytest.raises(TypeError, match=r"`values` must be a Tensor, got list"):
         hash_ids([1], 3)

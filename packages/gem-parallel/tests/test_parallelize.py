@@ -54,7 +54,7 @@ def test_unmatched_pattern_is_an_error():
     [
         ({"shard_units": "tower.*"}, TypeError, "must be a tuple of patterns, got str"),
         ({"shard_units": (1,)}, TypeError, "must hold str, got int"),
-        ({"shard_units": ("",)}, ValueError, "must not hold ''"),
+        ({"shard_units": ("",)}, ValueError, "must name modules below the root, got ''; it is one"),
         ({"shard_units": (), "param_dtype": torch.int8}, ValueError, "`param_dtype` must be a floating point"),
         ({"shard_units": (), "reduce_dtype": "bf16"}, ValueError, "`reduce_dtype` must be a floating point"),
         ({"shard_units": (), "forward_prefetch": -1}, ValueError, "`forward_prefetch` must be at least 0, got -1"),

@@ -86,7 +86,7 @@ WRONG = [
     Wrong("data for generated", ("--data", "somewhere"), "recipe synthetic generates its data"),
     Wrong("nothing to resume", ("--resume",), "holds no run; leave --resume out"),
     Wrong("both flags", ("--resume", "--overwrite"), "exclude each other"),
-    Wrong("nproc", ("--nproc", "0"), "--nproc: must be >= 1, got 0"),
+    Wrong("nproc", ("--nproc", "0"), "--nproc: must be >= 1, got 0; give a number of processes"),
     Wrong(
         "dense axes",
         ("--nproc", "8", "--ep", "3"),
@@ -280,7 +280,7 @@ def test_eval_refuses_a_step_and_a_layout_before_it_reads_data(
     for flags, message in (
         (("--step", "3"), f"--step: must be the step of a checkpoint in {run_copy}, got 3; there are 4"),
         (("--nproc", "2", "--ep", "0"), "--ep 0: `ep` must be >= 1, got 0; the recipe has 1"),
-        (("--nproc", "0"), "--nproc: must be >= 1, got 0"),
+        (("--nproc", "0"), "--nproc: must be >= 1, got 0; give a number of processes"),
     ):
         assert main(["eval", str(run_copy), "--device", "cpu", *flags]) == 2
         assert capsys.readouterr().err == f"gem: error: {message}\n"

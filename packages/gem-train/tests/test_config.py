@@ -46,5 +46,5 @@ def test_config_names_the_field(field: str, value: Any) -> None:
     ],
 )  # fmt: skip
 def test_config_names_the_type(field: str, value: Any, kind: str) -> None:
-    with pytest.raises(TypeError, match=f"^TrainerConfig: `{field}` must be {kind}, got {value!r}$"):
+    with pytest.raises(TypeError, match=f"^TrainerConfig: `{field}` must be {kind}, got {value!r}; the default is "):
         TrainerConfig(**{field: value})

@@ -56,7 +56,7 @@ def test_a_nan_stops_the_run_before_the_update(events: EventLog, tmp_path: Path,
     config = dataclasses.replace(CONFIG, checkpoint_interval=2)
     clean = make_trainer(
         events,
-        dataclasses.replace(config, max_steps=5, decay="constant"),
+        dataclasses.replace(config, max_steps=5, decay="constant", checkpoint_interval=0),
         model=lambda n: Poisoned(ToyModel(n), -1, what),
     )
     clean.run()

@@ -237,7 +237,7 @@ def test_run_directory_round_trip(tmp_path: Path) -> None:
     assert directory.read() == RECORD
     directory.compare(RECORD.settings)
     other = {"trainer": {"seed": 2, "max_steps": 9}, "model": {"towers": [{"dim": 8}], "tasks": ("a", "b")}}
-    with pytest.raises(ConfigError, match=r"model\.towers\.0\.dim: run 4, now 8; trainer\.seed: run 1, now 2\. Use"):
+    with pytest.raises(ConfigError, match=r"model\.towers\.0\.dim: run 4, now 8; trainer\.seed: run 1, now 2; use"):
         directory.compare(other, changeable=CHANGEABLE)
 
 

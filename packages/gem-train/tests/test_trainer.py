@@ -130,6 +130,27 @@ def test_resume_refuses_another_model(events: EventLog, tmp_path: Path) -> None:
     assert_same(weights(other), before)
 
 
+def test_intervals_of_what_is_not_there_are_refused(events: EventLog, tmp_path: Path) -> None:
+    for name, value, what in (
+        ("checkpoint_interval", 3, "checkpointer"),
+        ("select_best", True, "checkpointer"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"Trainer: `{name}` must be {type(value)()} without a {what}, got {value}; give"
+        ):
+            make_trainer(events, dataclasses.replace(CONFIG, **{name: value}))
+    trainer = make_trainer(events)
+    for name, value in (("eval_interval", 2), ("select_best", True)):
+        with pytest.raises(
+            ValueError, match=f"Trainer: `{name}` must be {type(value)()} without a validation source, got"
+        ):
+            Trainer(
+                dataclasses.replace(CONFIG, **{name: value}), model=trainer.model, embeddings=trainer.embeddings,
+                sparse_learning_rate=1.0, train_source=EventSource(events, global_batch_size=64), total_steps=2,
+                tasks=("click",), checkpointer=Checkpointer(tmp_path),
+            )  # fmt: skip
+
+
 def test_select_best_tests_the_best_weights(events: EventLog, tmp_path: Path, open_log: OpenLog) -> None:
     # A learning rate that grows too large late: the best validation is not the last one.
     config = dataclasses.replace(

@@ -54,7 +54,10 @@ def gate(x: Tensor, z: Tensor) -> Tensor:
         check_float("gate", name, tensor)
     check_same("gate", {"x": x, "z": z})
     if x.shape != z.shape:
-        raise ValueError(f"gate: `z` must have the shape of `x`, {tuple(x.shape)}, got {tuple(z.shape)}.")
+        raise ValueError(
+            f"gate: `z` must have the shape of `x`, {tuple(x.shape)}, got {tuple(z.shape)}; broadcast it with "
+            "expand_as."
+        )
     if launches_directly(x, z) and x.dtype != torch.float64:
         out: Tensor = _Gate.apply(x, z)
         return out

@@ -106,19 +106,23 @@ def gdpa_norm_block(
     check_attention(NAME, q, k, v, offsets_q, offsets_k, max_seqlen_q, max_seqlen_k)
     if v.shape[2] != q.shape[2]:
         raise ValueError(
-            f"{NAME}: `v` must have the head dim of `q`, {q.shape[2]}, which its output is added to, got {v.shape[2]}."
+            f"{NAME}: `v` must have the head dim of `q`, {q.shape[2]}, which its output is added to, got {v.shape[2]}; "
+            "project both to one width."
         )
     parameters = {"norm_weight": norm_weight, "norm_bias": norm_bias, "rms_weight": rms_weight}
     for name, x in parameters.items():
         if x is None:
             continue
         if not isinstance(x, Tensor):
-            raise TypeError(f"{NAME}: `{name}` must be a Tensor or None, got {type(x).__name__}.")
+            raise TypeError(
+                f"{NAME}: `{name}` must be a Tensor or None, got {type(x).__name__}; convert it with torch.as_tensor."
+            )
         check_tensor(NAME, name, x)
         (parameters[name],) = (x,) = autocast_operands(x)
         if x.dim() != 1 or x.shape[0] != q.shape[1] * q.shape[2]:
             raise ValueError(
-                f"{NAME}: `{name}` must have shape (H * D,) = ({q.shape[1] * q.shape[2]},), got {tuple(x.shape)}."
+                f"{NAME}: `{name}` must have shape (H * D,) = ({q.shape[1] * q.shape[2]},), got {tuple(x.shape)}; give "
+                "one number per channel."
             )
         check_same(NAME, {"q": q, name: x})
     check_bool(NAME, layer_norm=layer_norm, query_residual=query_residual, rms_norm=rms_norm, residual=residual)
@@ -137,9 +141,11 @@ def gdpa_norm_block(
     for name, value in (("pre_scale", pre_scale), ("post_scale", post_scale), ("eps", eps)):
         check_scalar(NAME, name, value)
     if eps < 0:
-        raise ValueError(f"{NAME}: `eps` must be >= 0, got {eps}.")
+        raise ValueError(f"{NAME}: `eps` must be >= 0, got {eps}; pass a small number such as 1e-5.")
     if activation not in ACTIVATION_NAMES:
-        raise ValueError(f"{NAME}: `activation` must be one of {', '.join(ACTIVATION_NAMES)}, got {activation!r}.")
+        raise ValueError(
+            f"{NAME}: `activation` must be one of {', '.join(ACTIVATION_NAMES)}, got {activation!r}; name one of them."
+        )
     if not (layer_norm and rms_norm):
         batch = {
             "offsets_q": offsets_q,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gem_kernels._src.eager import launches_directly
-from gem_kernels._src.validate import check_float, check_tensor
+from gem_kernels._src.validate import check_float, check_offsets, check_tensor
 
 __all__ = ["hat_columns", "hat_encoding", "recency"]
 
@@ -68,23 +68,24 @@ def hat_columns(
     for name, tensor in (("dense", dense), ("age", age)):
         check_tensor(op, name, tensor)
         check_float(op, name, tensor)
-    check_tensor(op, "offsets", offsets)
     if age.dim() != 1:
-        raise ValueError(f"{op}: `age` must have shape (T,), got {tuple(age.shape)}.")
+        raise ValueError(f"{op}: `age` must have shape (T,), got {tuple(age.shape)}; flatten it.")
     if dense.dim() != 2 or dense.shape[0] != age.shape[0]:
-        raise ValueError(f"{op}: `dense` must have shape (T, n) with T = {age.shape[0]}, got {tuple(dense.shape)}.")
-    if offsets.dim() != 1 or offsets.dtype.is_floating_point:
         raise ValueError(
-            f"{op}: `offsets` must have shape (B + 1,) and integers, got {tuple(offsets.shape)} of {offsets.dtype}."
+            f"{op}: `dense` must have shape (T, n) with T = {age.shape[0]}, got {tuple(dense.shape)}; give a row for "
+            "each token."
         )
+    check_offsets(op, "offsets", offsets, age)
     for name, (count, largest) in (("age_knots", age_knots), ("recency_knots", recency_knots)):
         if count < 2 or not largest > 0.0:
             raise ValueError(
-                f"{op}: `{name}` must be at least two knots up to a positive number, got {count, largest}."
+                f"{op}: `{name}` must be at least two knots up to a positive number, got {count, largest}; raise both."
             )
     filled = dense.shape[1] + age_knots[0] + recency_knots[0]
     if width < filled:
-        raise ValueError(f"{op}: `width` must be at least the {filled} columns that are filled, got {width}.")
+        raise ValueError(
+            f"{op}: `width` must be at least the {filled} columns that are filled, got {width}; pass at least that."
+        )
     if launches_directly(dense, age, offsets) and torch.float64 not in (dense.dtype, age.dtype):
         from gem_kernels._src.hat_columns.kernel import launch
 

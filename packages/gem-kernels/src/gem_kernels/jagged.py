@@ -54,10 +54,13 @@ def lengths_to_offsets(lengths: Tensor) -> Tensor:
         got, error = (lengths.dtype, DtypeError) if isinstance(lengths, Tensor) else (type(lengths).__name__, TypeError)
         raise error(f"lengths_to_offsets: `lengths` must be an int32 or int64 Tensor, got {got}; cast it first.")
     if lengths.dim() != 1:
-        raise ValueError(f"lengths_to_offsets: `lengths` must have shape (B,), got {tuple(lengths.shape)}.")
+        raise ValueError(f"lengths_to_offsets: `lengths` must have shape (B,), got {tuple(lengths.shape)}; flatten it.")
     if can_read(lengths) and lengths.numel() and int(lengths.min()) < 0:
         b = int(lengths.argmin())
-        raise ValueError(f"lengths_to_offsets: `lengths` must be >= 0 tokens, got {int(lengths[b])} at sequence {b}.")
+        raise ValueError(
+            f"lengths_to_offsets: `lengths` must be >= 0 tokens, got {int(lengths[b])} at sequence {b}; use 0 for an "
+            "empty sequence."
+        )
     return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0, dtype=torch.int64)])
 
 
@@ -125,12 +128,14 @@ def padded_to_jagged(padded: Tensor, offsets: Tensor, total: int | None = None) 
     op = "padded_to_jagged"
     check_jagged_values(op, "padded", padded)
     if padded.dim() < 2:
-        raise ValueError(f"{op}: `padded` must have shape (B, L, ...), got {tuple(padded.shape)}.")
+        raise ValueError(
+            f"{op}: `padded` must have shape (B, L, ...), got {tuple(padded.shape)}; add a dim of length 1."
+        )
     check_offsets(op, "offsets", offsets, padded)
     if offsets.shape[0] != padded.shape[0] + 1:
         raise ValueError(
-            f"{op}: `offsets` must have shape (B + 1,) = ({padded.shape[0] + 1},) for the B of `padded`, "
-            f"got ({offsets.shape[0]},)."
+            f"{op}: `offsets` must have shape (B + 1,) = ({padded.shape[0] + 1},) for the B of `padded`, got "
+            f"({offsets.shape[0]},); pass the offsets of these sequences."
         )
     if total is None:
         total = int(offsets[-1])
@@ -165,12 +170,13 @@ def jagged_concat(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[T
     check_same(op, {"values of a": values_a, "values of b": values_b})
     if values_a.shape[1:] != values_b.shape[1:]:
         raise ValueError(
-            f"{op}: `b` must have rows of the shape of `a`, {tuple(values_a.shape[1:])}, "
-            f"got {tuple(values_b.shape[1:])}."
+            f"{op}: `b` must have rows of the shape of `a`, {tuple(values_a.shape[1:])}, got "
+            f"{tuple(values_b.shape[1:])}; reshape one of them."
         )
     if offsets_a.shape != offsets_b.shape:
         raise ValueError(
-            f"{op}: `b` must have as many sequences as `a`, {offsets_a.shape[0] - 1}, got {offsets_b.shape[0] - 1}."
+            f"{op}: `b` must have as many sequences as `a`, {offsets_a.shape[0] - 1}, got {offsets_b.shape[0] - 1}; "
+            "give both the same sequences, with length 0 where one is empty."
         )
     total_a, total_b = values_a.shape[0], values_b.shape[0]
     num_sequences = offsets_a.shape[0] - 1
@@ -212,8 +218,8 @@ def jagged_split(
     check_offsets(op, "offsets_a", offsets_a, values)
     if offsets_a.shape != offsets.shape:
         raise ValueError(
-            f"{op}: `offsets_a` must have as many sequences as `offsets`, {offsets.shape[0] - 1}, "
-            f"got {offsets_a.shape[0] - 1}."
+            f"{op}: `offsets_a` must have as many sequences as `offsets`, {offsets.shape[0] - 1}, got "
+            f"{offsets_a.shape[0] - 1}; give both the same sequences, with length 0 where one is empty."
         )
     if total_a is None:
         total_a = int(offsets_a[-1])

@@ -56,16 +56,18 @@ def join_columns(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     if not isinstance(parts, Sequence):
         raise TypeError(f"{op}: `parts` must be a sequence of tensors, got {type(parts).__name__}; put it in a list.")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise TypeError(f"{op}: `dtype` must be a floating point dtype, got {dtype!r}.")
+        raise TypeError(
+            f"{op}: `dtype` must be a floating point dtype, got {dtype!r}; name one such as torch.bfloat16."
+        )
     if not parts:
-        raise ValueError(f"{op}: `parts` must hold at least one tensor, got none.")
+        raise ValueError(f"{op}: `parts` must hold at least one tensor, got none; give the tensors to join.")
     for index, part in enumerate(parts):
         check_tensor(op, f"parts[{index}]", part)
         check_float(op, f"parts[{index}]", part)
         if part.dim() != 2 or part.shape[0] != parts[0].shape[0]:
             raise ValueError(
-                f"{op}: `parts[{index}]` must have shape (M, w) with the rows of `parts[0]`, "
-                f"got {tuple(part.shape)} beside {tuple(parts[0].shape)}."
+                f"{op}: `parts[{index}]` must have shape (M, w) with the rows of `parts[0]`, got {tuple(part.shape)} "
+                f"beside {tuple(parts[0].shape)}; give all the same rows."
             )
     if launches_directly(*parts) and len(parts) <= MAX_PARTS and all(part.shape[1] for part in parts):
         joined: Tensor = _JoinColumns.apply(dtype, *parts)
@@ -111,6 +113,8 @@ def split_thirds(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     check_tensor("split_thirds", "x", x)
     if x.dim() != 2 or x.shape[1] % 3:
-        raise ValueError(f"split_thirds: `x` must have shape (M, 3 n), got {tuple(x.shape)}.")
+        raise ValueError(
+            f"split_thirds: `x` must have shape (M, 3 n), got {tuple(x.shape)}; give columns in three equal parts."
+        )
     thirds: tuple[Tensor, Tensor, Tensor] = _SplitThirds.apply(x)
     return thirds

@@ -41,7 +41,7 @@ def layer_norm_rows(x: Tensor, *, eps: float = 1e-5) -> tuple[Tensor, Tensor, Te
     _check_rows("layer_norm_rows", x)
     check_scalar("layer_norm_rows", "eps", eps)
     if eps < 0:
-        raise ValueError(f"layer_norm_rows: `eps` must be >= 0, got {eps}.")
+        raise ValueError(f"layer_norm_rows: `eps` must be >= 0, got {eps}; pass a small number such as 1e-5.")
     if launches_directly(x):
         # Imported here: Triton is absent where only the CPU kernels are used.
         from gem_kernels._src.layer_norm_rows.kernels import launch_forward
@@ -87,10 +87,16 @@ def layer_norm_rows_backward(
     check_same(op, {"x": x, **given})
     for name, grad in given.items():
         if grad.shape != x.shape:
-            raise ValueError(f"{op}: `{name}` must have the shape of `x`, {tuple(x.shape)}, got {tuple(grad.shape)}.")
+            raise ValueError(
+                f"{op}: `{name}` must have the shape of `x`, {tuple(x.shape)}, got {tuple(grad.shape)}; pass the "
+                "gradient of these rows."
+            )
     for name, statistic in (("mean", mean), ("rstd", rstd)):
         if statistic.shape != x.shape[:1]:
-            raise ValueError(f"{op}: `{name}` must have shape (M,) = ({x.shape[0]},), got {tuple(statistic.shape)}.")
+            raise ValueError(
+                f"{op}: `{name}` must have shape (M,) = ({x.shape[0]},), got {tuple(statistic.shape)}; pass what "
+                "layer_norm_rows returned."
+            )
     if launches_directly(x, *given.values()):
         from gem_kernels._src.layer_norm_rows.kernels import launch_backward
 

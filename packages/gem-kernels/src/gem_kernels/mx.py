@@ -113,12 +113,14 @@ def mx_dequantize(
     if tuple(scale.shape) != grid:
         raise ValueError(
             f"{op}: `scale` must have shape {grid} for `qdata` {tuple(qdata.shape)} in blocks of "
-            f"{(block_rows, block_cols)}, got {tuple(scale.shape)}."
+            f"{(block_rows, block_cols)}, got {tuple(scale.shape)}; pass what mx_quantize returned."
         )
     if scale.device != qdata.device:
-        raise ValueError(f"{op}: `scale` must be on the device of `qdata`, {qdata.device}, got {scale.device}.")
+        raise ValueError(
+            f"{op}: `scale` must be on the device of `qdata`, {qdata.device}, got {scale.device}; move it there."
+        )
     if dtype not in INPUT_DTYPES:
-        raise TypeError(f"{op}: `dtype` must be float32, bfloat16 or float16, got {dtype}.")
+        raise TypeError(f"{op}: `dtype` must be float32, bfloat16 or float16, got {dtype}; choose one of them.")
     return mx_dequantize_op(qdata, scale, block_rows, block_cols, dtype)
 
 

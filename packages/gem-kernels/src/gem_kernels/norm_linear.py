@@ -101,7 +101,7 @@ def linear_norm(
     per_output = {"bias": bias, "norm_weight": norm_weight, "norm_bias": norm_bias}
     check_linear("linear_norm", x, weight, eps, per_output=per_output)
     if norm not in _NORMS:
-        raise ValueError(f"linear_norm: `norm` must be one of {', '.join(_NORMS)}, got {norm!r}.")
+        raise ValueError(f"linear_norm: `norm` must be one of {', '.join(_NORMS)}, got {norm!r}; name one of them.")
     flat = x.reshape(-1, x.shape[-1])
     out, _, _ = linear_norm_op(flat, weight, bias, norm_weight, norm_bias, norm == "layer", float(eps))
     return out.view(*x.shape[:-1], weight.shape[0])

@@ -100,17 +100,22 @@ def token_linear(
         raise ValueError(f"{op}: `x` must have shape (B, n, d), got {tuple(x.shape)}; add or flatten dims.")
     if weight.dim() != 2 or weight.shape[1] != x.shape[1]:
         raise ValueError(
-            f"{op}: `weight` must have shape (m, n) with the n = {x.shape[1]} tokens of `x`, got {tuple(weight.shape)}."
+            f"{op}: `weight` must have shape (m, n) with the n = {x.shape[1]} tokens of `x`, got "
+            f"{tuple(weight.shape)}; give one column per token of `x`."
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
-            f"{op}: `bias` must have shape (m,) = ({weight.shape[0]},) like `weight`, got {tuple(bias.shape)}."
+            f"{op}: `bias` must have shape (m,) = ({weight.shape[0]},) like `weight`, got {tuple(bias.shape)}; give "
+            "one number per row of `weight`."
         )
     for name, tensor in (("weight", weight), *((("bias", bias),) if bias is not None else ())):
         if tensor.dtype not in (x.dtype, torch.float32):
             raise TypeError(f"{op}: `{name}` must be {x.dtype} like `x` or float32, got {tensor.dtype}; cast it.")
     if first is not None and not 0 < first < weight.shape[0]:
-        raise ValueError(f"{op}: `first` must lie between 0 and the {weight.shape[0]} tokens of `weight`, got {first}.")
+        raise ValueError(
+            f"{op}: `first` must lie between 0 and the {weight.shape[0]} tokens of `weight`, got {first}; count the "
+            "tokens from 0."
+        )
     if serves_token_linear(x, weight) and (bias is None or launches_directly(bias)):
         out: Tensor | tuple[Tensor, Tensor] = _TokenLinear.apply(x, weight, bias, exact, first)
         return out

@@ -65,7 +65,10 @@ def token_products(x: Tensor, y: Tensor) -> Tensor:
     if x.dim() != 3:
         raise ValueError(f"{op}: `x` must have shape (B, n, d), got {tuple(x.shape)}; add or flatten dims.")
     if y.dim() != 3 or y.shape[:2] != x.shape[:2]:
-        raise ValueError(f"{op}: `y` must have shape (B, n, k) = {(*x.shape[:2], 'k')}, got {tuple(y.shape)}.")
+        raise ValueError(
+            f"{op}: `y` must have shape (B, n, k) = {(*x.shape[:2], 'k')}, got {tuple(y.shape)}; give it the rows of "
+            "`x`."
+        )
     if (
         launches_directly(x, y)
         and x.dtype in _DTYPES

@@ -84,7 +84,9 @@ def _parameters_of(outputs: Tensors, model: nn.Module) -> list[nn.Parameter]:
 
 def _check(model: Any, batch: RankingBatch) -> None:
     if not isinstance(model, RankingModel):
-        raise TypeError(f"capture_segments: `model` must be a RankingModel, got {type(model).__name__}.")
+        raise TypeError(
+            f"capture_segments: `model` must be a RankingModel, got {type(model).__name__}; give the model itself."
+        )
     problems = {
         "be in training mode": not model.training,
         "have all parameters on one CUDA device, none of them sharded": any(
@@ -101,7 +103,7 @@ def _check(model: Any, batch: RankingBatch) -> None:
     if torch.is_autocast_enabled("cuda"):
         raise ValueError("capture_segments: autocast must be off, got it on; convert the model with gem_precision.")
     if batch.num_samples < 1:
-        raise ValueError("capture_segments: `batch` must have samples, got none.")
+        raise ValueError("capture_segments: `batch` must have samples, got none; give one of the size of a step.")
 
 
 _DEVICES = ("cuda",)

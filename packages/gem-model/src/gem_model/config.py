@@ -125,7 +125,8 @@ class SequenceTowerConfig:
             )
         if not isinstance(self.self_attention, tuple):
             raise TypeError(
-                f"{owner}: `self_attention` must be a tuple with one entry per layer, got {self.self_attention!r}."
+                f"{owner}: `self_attention` must be a tuple with one entry per layer, got {self.self_attention!r}; "
+                "wrap the kinds in a tuple."
             )
         for kind in self.self_attention:
             _one_of(owner, "self_attention", kind, ("window", "block", "none"))
@@ -246,7 +247,10 @@ class RankingConfig:
         if not isinstance(self.sequences, tuple) or not all(
             isinstance(tower, SequenceTowerConfig) for tower in self.sequences
         ):
-            raise TypeError(f"{owner}: `sequences` must be a tuple of SequenceTowerConfig, got {self.sequences!r}.")
+            raise TypeError(
+                f"{owner}: `sequences` must be a tuple of SequenceTowerConfig, got {self.sequences!r}; wrap the "
+                "configs in a tuple."
+            )
         _names(owner, "sequences", tuple(tower.name for tower in self.sequences))
         for tower in self.sequences:
             if len(tower.self_attention) != self.num_layers:

@@ -14,6 +14,9 @@ from gem_model.config import RankingConfig
 
 __all__ = ["RandomBatch", "RandomSequence", "random_batch"]
 
+MEAN_LENGTH, MAX_LENGTH = 120.0, 512
+"""Of drawn histories."""
+
 
 class RandomSequence(NamedTuple):
     """One packed history. B samples, T events."""
@@ -60,8 +63,8 @@ def random_batch(
     num_samples: int,
     *,
     lengths: Mapping[str, Sequence[int]] | None = None,
-    mean_length: float = 120.0,
-    max_length: int = 512,
+    mean_length: float = MEAN_LENGTH,
+    max_length: int = MAX_LENGTH,
     seed: int = 0,
 ) -> tuple[RandomBatch, dict[str, Tensor]]:
     """Draw a batch and its embeddings on the CPU.
@@ -81,7 +84,8 @@ def random_batch(
         The batch, and feature -> embeddings (B or T, embedding_dim) that require gradients.
 
     Raises:
-        ValueError: if `lengths` does not have one entry per sample for each sequence, or a number is out of range.
+        ValueError: if `lengths` does not have one entry per sample for each sequence, or comes with how to draw them,
+            or a number is out of range.
         TypeError: if an argument has another type.
     """
     _check(config, num_samples, lengths, mean_length, max_length, seed)
@@ -150,6 +154,12 @@ def _check(
         raise ValueError(f"random_batch: `mean_length` must be >= 0 events and finite, got {mean_length}; shorten it.")
     if lengths is None:
         return
+    for name, value, default in (("mean_length", mean_length, MEAN_LENGTH), ("max_length", max_length, MAX_LENGTH)):
+        if value != default:
+            raise ValueError(
+                f"random_batch: `{name}` must be left out with `lengths`, which draws none, got {value}; give one of "
+                "the two."
+            )
     if not isinstance(lengths, Mapping):
         raise TypeError(
             f"random_batch: `lengths` must map sequences to lengths, got {type(lengths).__name__}; pass a dict."

@@ -61,7 +61,10 @@ def _check_operand(name: str, x: Tensor) -> None:
     if x.is_nested:
         raise TypeError(f"MXFP8 attention: `{name}` must be a dense Tensor, got a nested one; pass its `values()`.")
     if x.dim() != 3:
-        raise ValueError(f"MXFP8 attention: `{name}` must have shape (T, H, D), got {tuple(x.shape)}.")
+        raise ValueError(
+            f"MXFP8 attention: `{name}` must have shape (T, H, D), got {tuple(x.shape)}; pack the sequences along dim "
+            "0 first."
+        )
     refuse_tangents("MXFP8 attention", **{name: x})
 
 
@@ -73,7 +76,10 @@ def _check_offsets(name: str, offsets: Tensor) -> None:
             "lengths_to_offsets of the lengths."
         )
     if offsets.dim() != 1 or offsets.shape[0] < 1:
-        raise ValueError(f"MXFP8 attention: `{name}` must have shape (B + 1,), got {tuple(offsets.shape)}.")
+        raise ValueError(
+            f"MXFP8 attention: `{name}` must have shape (B + 1,), got {tuple(offsets.shape)}; make it with "
+            "lengths_to_offsets of the lengths."
+        )
 
 
 def _equal_sequences(num_sequences: int, seeds: Tensor) -> JaggedBlocks:
@@ -182,8 +188,8 @@ class MXFP8BlockAttention(BlockAttention):
         blocks = JaggedBlocks.of(offsets, q.shape[0], max_seqlen)
         if k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0]:
             raise ValueError(
-                f"MXFP8BlockAttention: `k` and `v` must have the rows of `q`, {q.shape[0]}, "
-                f"got {k.shape[0]} and {v.shape[0]}."
+                f"MXFP8BlockAttention: `k` and `v` must have the rows of `q`, {q.shape[0]}, got {k.shape[0]} and "
+                f"{v.shape[0]}; make all three from the same packed tokens."
             )
         out = super().forward(
             quantize_jagged(q, blocks, _SQUARE, self.recipe),

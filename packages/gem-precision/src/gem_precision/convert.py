@@ -18,7 +18,10 @@ __all__ = ["convert"]
 def _check_filter(keep: Callable[[nn.Module, str], bool], module: nn.Module) -> None:
     """Raise on a filter that cannot be called as filter(layer, fqn); errors from within it stay its own."""
     if not callable(keep):
-        raise TypeError(f"convert: `filter` must be a callable filter(layer, fqn) -> bool, got {type(keep).__name__}.")
+        raise TypeError(
+            f"convert: `filter` must be a callable filter(layer, fqn) -> bool, got {type(keep).__name__}; pass a "
+            "function, or None for every layer."
+        )
     try:
         signature = inspect.signature(keep)
     except (TypeError, ValueError):  # some builtins have none
@@ -59,7 +62,7 @@ def convert(module: nn.Module, recipe: Recipe, *, filter: Callable[[nn.Module, s
         ValueError: if a layer that the filter accepts has been converted before, or if no layer matches.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"convert: `module` must be an nn.Module, got {type(module).__name__}.")
+        raise TypeError(f"convert: `module` must be an nn.Module, got {type(module).__name__}; pass the model.")
     if not isinstance(recipe, MXFP8Recipe | BF16Recipe | FP32Recipe):
         raise TypeError(
             f"convert: `recipe` must be a recipe, got {type(recipe).__name__}; get_recipe(name) makes one from a name."

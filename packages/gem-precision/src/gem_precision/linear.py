@@ -109,7 +109,8 @@ class MXFP8Linear(nn.Linear):
             )
         if x.shape[-1] != self.in_features:
             raise ValueError(
-                f"MXFP8Linear: `input` must have {self.in_features} features in its last dim, got {tuple(x.shape)}."
+                f"MXFP8Linear: `input` must have {self.in_features} features in its last dim, got {tuple(x.shape)}; "
+                "project it to that width."
             )
         with torch.autocast(device_type, enabled=False):
             out = _MXFP8Matmul.apply(x.reshape(-1, self.in_features), weight, bias, self.recipe)

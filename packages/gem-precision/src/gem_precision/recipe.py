@@ -37,7 +37,7 @@ class ScaleMode(StrEnum):
 
 def _check_min_features(recipe: str, min_features: int) -> None:
     if isinstance(min_features, bool) or not isinstance(min_features, int):
-        raise TypeError(f"{recipe}: `min_features` must be an int, got {type(min_features).__name__}.")
+        raise TypeError(f"{recipe}: `min_features` must be an int, got {type(min_features).__name__}; pass int(x).")
     if min_features < 1:
         raise ValueError(f"{recipe}: `min_features` must be >= 1, got {min_features}; 1 converts layers of any size.")
 
@@ -73,7 +73,9 @@ class MXFP8Recipe:
             )
         modes = [mode.value for mode in ScaleMode]
         if self.scale_mode not in modes:
-            raise ValueError(f"MXFP8Recipe: `scale_mode` must be one of {modes}, got {self.scale_mode!r}.")
+            raise ValueError(
+                f"MXFP8Recipe: `scale_mode` must be one of {modes}, got {self.scale_mode!r}; choose one of them."
+            )
         object.__setattr__(self, "scale_mode", ScaleMode(self.scale_mode))
         if self.weight_block_shape not in _WEIGHT_BLOCK_SHAPES:
             raise ValueError(
@@ -81,7 +83,9 @@ class MXFP8Recipe:
                 f"got {self.weight_block_shape!r}; other blocks do not lie along the reduction dim."
             )
         if self.wgrad not in ("mxfp8", "high_precision"):
-            raise ValueError(f"MXFP8Recipe: `wgrad` must be 'mxfp8' or 'high_precision', got {self.wgrad!r}.")
+            raise ValueError(
+                f"MXFP8Recipe: `wgrad` must be 'mxfp8' or 'high_precision', got {self.wgrad!r}; choose one of them."
+            )
         if self.backend not in ("auto", "emulated"):
             raise ValueError(
                 f"MXFP8Recipe: `backend` must be 'auto' or 'emulated', got {self.backend!r}; "
@@ -163,5 +167,5 @@ def get_recipe(name: str) -> Recipe:
         ValueError: on another name.
     """
     if name not in _RECIPES:
-        raise ValueError(f"get_recipe: `name` must be one of {', '.join(_RECIPES)}, got {name!r}.")
+        raise ValueError(f"get_recipe: `name` must be one of {', '.join(_RECIPES)}, got {name!r}; name one of them.")
     return _RECIPES[name]

@@ -106,7 +106,7 @@ def describe(module: nn.Module) -> tuple[LayerReport, ...]:
         TypeError: if ``module`` is no nn.Module.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"describe: `module` must be an nn.Module, got {type(module).__name__}.")
+        raise TypeError(f"describe: `module` must be an nn.Module, got {type(module).__name__}; pass the model.")
     reports = []
     bypassed = bypass.bypassed(module)
     for fqn, layer in module.named_modules():

@@ -58,10 +58,14 @@ class MXFP8Wire:
             )
         modes = [mode.value for mode in ScaleMode]
         if self.scale_mode not in modes:
-            raise ValueError(f"MXFP8Wire: `scale_mode` must be one of {modes}, got {self.scale_mode!r}.")
+            raise ValueError(
+                f"MXFP8Wire: `scale_mode` must be one of {modes}, got {self.scale_mode!r}; choose one of them."
+            )
         object.__setattr__(self, "scale_mode", ScaleMode(self.scale_mode))
         if isinstance(self.min_features, bool) or not isinstance(self.min_features, int):
-            raise TypeError(f"MXFP8Wire: `min_features` must be an int, got {type(self.min_features).__name__}.")
+            raise TypeError(
+                f"MXFP8Wire: `min_features` must be an int, got {type(self.min_features).__name__}; pass int(x)."
+            )
         if self.min_features < 1:
             raise ValueError(
                 f"MXFP8Wire: `min_features` must be >= 1, got {self.min_features}; 1 takes matrices of any size."

@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
+import re
 import types
 import typing
 from typing import Any
 
 from gem_train.errors import ConfigError
 
-__all__ = ["check_fields", "kind_of"]
+__all__ = ["check_fields", "default_of", "kind_of", "without_default"]
 
 
 def check_fields(config: Any) -> None:
@@ -28,9 +29,31 @@ def check_fields(config: Any) -> None:
         value = getattr(config, name)
         if not any(_is_a(value, member) for member in _members(annotation)):
             error = ConfigError if typing.get_origin(annotation) is typing.Literal else TypeError
-            raise error(f"{owner}: `{name}` must be {kind_of(annotation)}, got {value!r}")
+            raise error(f"{owner}: `{name}` must be {kind_of(annotation)}, got {value!r}; {default_of(config, name)}")
         if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{owner}: `{name}` must be {kind_of(annotation)}, got {value!r}")
+            raise ConfigError(
+                f"{owner}: `{name}` must be {kind_of(annotation)}, got {value!r}; {default_of(config, name)}"
+            )
+
+
+def default_of(config: Any, name: str) -> str:
+    """What errors about a field end with.
+
+    Args:
+        config: A dataclass instance.
+        name: Of the field.
+    """
+    (default,) = (field.default for field in dataclasses.fields(config) if field.name == name)
+    return "give one" if default is dataclasses.MISSING else f"the default is {default!r}"
+
+
+def without_default(text: str) -> str:
+    """An error without what `default_of` said.
+
+    Args:
+        text: The error.
+    """
+    return re.sub(r"; the default is [^;]*$", "", text)
 
 
 def kind_of(annotation: Any) -> str:

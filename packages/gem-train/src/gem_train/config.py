@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from gem_train.checks import check_fields
+from gem_train.checks import check_fields, default_of
 from gem_train.errors import ConfigError
 
 __all__ = ["PRECISIONS", "TrainerConfig"]
@@ -88,4 +88,5 @@ class TrainerConfig:
         )
         for name, holds, rule in rules:
             if not holds:
-                raise ConfigError(f"TrainerConfig: `{name}` must {rule}, got {getattr(self, name)!r}")
+                value = getattr(self, name)
+                raise ConfigError(f"TrainerConfig: `{name}` must {rule}, got {value!r}; {default_of(self, name)}")

@@ -73,7 +73,7 @@ def select_device(name: str, local_rank: int = 0) -> torch.device:
         ConfigError: if a GPU is asked for and there is none, or fewer than processes.
     """
     if name not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"--device: must be auto, cpu or cuda, got {name!r}")
+        raise ConfigError(f"--device: must be auto, cpu or cuda, got {name!r}; name one of them")
     available = torch.cuda.is_available()
     if name == "cpu" or (name == "auto" and not available):
         return torch.device("cpu")
@@ -216,7 +216,7 @@ def run_workers(command: Sequence[str], num_processes: int) -> WorkerError | Non
         ConfigError: if `num_processes` < 1.
     """
     if num_processes < 1:
-        raise ConfigError(f"--nproc: must be >= 1, got {num_processes}")
+        raise ConfigError(f"--nproc: must be >= 1, got {num_processes}; give a number of processes")
     with tempfile.TemporaryDirectory(prefix="gem-launch-") as directory:
         workers: list[subprocess.Popen[bytes]] = []
         forwarded = {s: signal.signal(s, lambda number, _: _forward(workers, number)) for s in _FORWARDED}

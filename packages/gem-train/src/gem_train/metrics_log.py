@@ -122,9 +122,13 @@ def read_metrics(run_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
         except json.JSONDecodeError as error:
             if number == len(lines) - 1:  # no newline after it: the writer was killed
                 break
-            raise ValueError(f"line {number + 1} of {path} must be JSON ({error}); remove the line") from error
+            raise ValueError(
+                f"line {number + 1} of {path} must be JSON, got an error ({error}); remove the line"
+            ) from error
         if not isinstance(line, dict) or not isinstance(line.get("phase"), str):
-            raise ValueError(f"line {number + 1} of {path} must be an object with a phase; remove the line")
+            raise ValueError(
+                f"line {number + 1} of {path} must be an object with a phase, got another; remove the line"
+            )
         out.append(line)
     return out
 

@@ -13,7 +13,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from gem_train.checks import kind_of
+from gem_train.checks import kind_of, without_default
 from gem_train.errors import ConfigError
 
 __all__ = ["Field", "apply_overrides", "as_text", "field_values", "list_fields", "parse_assignments"]
@@ -173,7 +173,8 @@ def _apply(config: Any, changes: list[_Change], root: Any) -> Any:
     try:
         return dataclasses.replace(config, **new)
     except (ValueError, TypeError) as error:
-        rule = str(error).removeprefix(f"{type(config).__name__}: ")
+        # What the recipe has is nearer than what the class has.
+        rule = without_default(str(error).removeprefix(f"{type(config).__name__}: "))
         blamed = _blamed(changes, rule)
         remedy = ""
         if ";" not in rule:
@@ -279,13 +280,18 @@ def _parse(text: str, annotation: Any) -> Any:
         if not math.isfinite(number):
             raise _mismatch(text, annotation)
         if isinstance(number, int) and abs(number) > _MOST:
-            raise ConfigError(f"must lie in [-{_MOST}, {_MOST}], got {text}")
+            raise _refused(f"lie in [-{_MOST}, {_MOST}]", text)
         return number
     raise _mismatch(text, annotation)
 
 
 def _mismatch(text: str, annotation: Any) -> ConfigError:
-    return ConfigError(f"must be {kind_of(annotation)}, got {text!r}")
+    return _refused(f"be {kind_of(annotation)}", repr(text))
+
+
+def _refused(rule: str, got: str) -> ConfigError:
+    """Without the field and the remedy, which the caller knows."""
+    return ConfigError(f"must {rule}, got {got}")
 
 
 def _given(value: object) -> str:

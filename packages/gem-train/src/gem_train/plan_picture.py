@@ -43,7 +43,7 @@ def draw_plan(report: PlanReport, path: str | Path) -> Path:
     """
     path = Path(path)
     if path.suffix not in (".svg", ".png"):
-        raise ValueError(f"draw_plan: `path` must end with .svg or .png, got {path.name!r}")
+        raise ValueError(f"draw_plan: `path` must end with .svg or .png, got {path.name!r}; name it so")
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "gem", "font.family": "sans-serif", "font.size": 10}):
         figure = Figure(figsize=(11, 3.6), layout="constrained")
         canvas = FigureCanvasSVG(figure) if path.suffix == ".svg" else FigureCanvasAgg(figure)

@@ -183,7 +183,7 @@ class RunDirectory:
                 raise ConfigError(f"{path} is of another format; use the version of gem-train that wrote it")
             return RunRecord(**values)
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{path} is damaged ({error}); it cannot be used") from error
+            raise ConfigError(f"{path} is damaged ({error}); name another run") from error
 
     def compare_encodings(self, record: RunRecord, encodings: Mapping[str, str], data: str | None) -> str | None:
         """Refuses data whose values would reach other embedding rows, or other dense values, than in training.
@@ -212,7 +212,7 @@ class RunDirectory:
         if different:
             raise ConfigError(
                 f"--data: {data or 'the generated data'} is encoded otherwise than the data {self.path} was trained "
-                f"with, so its scores would mean nothing: {'; '.join(different)}. Name the data of the run"
+                f"with, so its scores would mean nothing: {'; '.join(different)}; name the data of the run"
             )
         return None
 
@@ -233,8 +233,8 @@ class RunDirectory:
         if different:
             more = f"; and {len(different) - 8} more" if len(different) > 8 else ""
             raise ConfigError(
-                f"{self.path} was made with other settings: {'; '.join(different[:8])}{more}. "
-                "Use those, or begin another run"
+                f"{self.path} was made with other settings: {'; '.join(different[:8])}{more}; "
+                "use those, or begin another run"
             )
 
 

@@ -110,10 +110,18 @@ class Trainer:
                 "check the data and the model"
             )
         self._eval_sources = dict(eval_sources or {})
-        if config.select_best and (checkpointer is None or "validation" not in self._eval_sources):
-            raise ValueError(
-                "Trainer: `select_best` needs a checkpointer and a validation source; give both or unset it"
-            )
+        for name, what, missing in (
+            ("checkpoint_interval", "checkpointer", checkpointer is None),
+            ("select_best", "checkpointer", checkpointer is None),
+            ("eval_interval", "validation source", "validation" not in self._eval_sources),
+            ("select_best", "validation source", "validation" not in self._eval_sources),
+        ):
+            value = getattr(config, name)
+            if value and missing:
+                unset = type(value)()
+                raise ValueError(
+                    f"Trainer: `{name}` must be {unset} without a {what}, got {value}; give one, or unset it"
+                )
         self.config = config
         self.model = model
         self.embeddings = embeddings

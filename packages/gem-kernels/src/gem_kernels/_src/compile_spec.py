@@ -38,8 +38,11 @@ class CompileSpec:
         if given != names:
             raise ValueError(
                 f"CompileSpec: {self.id} must give a type or a value to every argument of its kernel, "
-                f"missing {sorted(names - given)}, unknown {sorted(given - names)}."
+                f"got none for {sorted(names - given)}, and unknown {sorted(given - names)}; correct its signature."
             )
         if not set(self.aligned) <= set(self.signature):
             unknown = sorted(set(self.aligned) - set(self.signature))
-            raise ValueError(f"CompileSpec: `aligned` of {self.id} must name arguments in `signature`, got {unknown}.")
+            raise ValueError(
+                f"CompileSpec: `aligned` of {self.id} must name arguments in `signature`, got {unknown}; name "
+                "arguments of the kernel."
+            )

@@ -20,8 +20,8 @@ class LengthCase:
     def __post_init__(self) -> None:
         if len(self.lengths_q) != len(self.lengths_k):
             raise ValueError(
-                f"LengthCase: `lengths_k` must have {len(self.lengths_q)} entries like `lengths_q`, "
-                f"got {len(self.lengths_k)}."
+                f"LengthCase: `lengths_k` must have {len(self.lengths_q)} entries like `lengths_q`, got "
+                f"{len(self.lengths_k)}; give both sides the same sequences."
             )
 
     @property

@@ -55,7 +55,7 @@ def random_lengths(num_sequences: int, max_seqlen: int, *, sparsity: float = 0.5
     ``sparsity >= 0.5``: uniform in [(2 s - 1) max, max]; below: uniform in [1, 2 s max]; 1: all ``max_seqlen``.
     """
     if not 0.0 < sparsity <= 1.0:
-        raise ValueError(f"random_lengths: `sparsity` must be in (0, 1], got {sparsity}.")
+        raise ValueError(f"random_lengths: `sparsity` must be in (0, 1], got {sparsity}; 1 keeps every length.")
     if sparsity == 1.0:
         return torch.full((num_sequences,), max_seqlen, dtype=torch.int64)
     low = max(1, int((2 * sparsity - 1) * max_seqlen))
@@ -67,7 +67,7 @@ def random_lengths(num_sequences: int, max_seqlen: int, *, sparsity: float = 0.5
 def zipf_lengths(num_sequences: int, max_seqlen: int, *, exponent: float = 1.0, seed: int = 0) -> Tensor:
     """Lengths (B,) int64 of [1, max_seqlen], a length n as often as n**-exponent: many short, a few long."""
     if exponent < 0:
-        raise ValueError(f"zipf_lengths: `exponent` must be >= 0, got {exponent}.")
+        raise ValueError(f"zipf_lengths: `exponent` must be >= 0, got {exponent}; 0 draws all lengths alike.")
     weights = torch.arange(1, max_seqlen + 1, dtype=torch.float64) ** -exponent
     generator = torch.Generator().manual_seed(seed)
     return torch.multinomial(weights, num_sequences, replacement=True, generator=generator) + 1

@@ -130,7 +130,7 @@ def check_outputs(outputs: Any, config: RankingConfig) -> None:
     for task in config.tasks:
         if task not in outputs:
             raise ValueError(
-                f"RankingModel.loss: `outputs` must hold every task of the config, lacks {task!r}; "
+                f"RankingModel.loss: `outputs` must hold every task of the config, got none for {task!r}; "
                 "pass the result of forward."
             )
         _check_tensor(f"outputs[{task!r}]", outputs[task])
@@ -140,7 +140,7 @@ def check_label(task: str, labels: Mapping[str, Tensor], logits: Tensor, *, read
     """Raise unless there is a label between 0 and 1 for each of the task's logits; reads them if ``read_values``."""
     if task not in labels:
         raise ValueError(
-            f"RankingModel.loss: `batch.labels` must hold every task of the config, lacks {task!r}; add it."
+            f"RankingModel.loss: `batch.labels` must hold every task of the config, got none for {task!r}; add it."
         )
     label = labels[task]
     _check_tensor(f"batch.labels[{task!r}]", label)

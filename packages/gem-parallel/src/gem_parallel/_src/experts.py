@@ -137,7 +137,9 @@ class ExpertParallel(nn.Module):
             )
         for expert in experts:
             if not isinstance(expert, nn.Module):
-                raise TypeError(f"ExpertParallel: `experts` must hold modules, got {type(expert).__name__}")
+                raise TypeError(
+                    f"ExpertParallel: `experts` must hold modules, got {type(expert).__name__}; pass nn.Modules"
+                )
         first: dict[int, int] = {}
         for position, expert in enumerate(experts):
             if first.setdefault(id(expert), position) != position:
@@ -164,11 +166,14 @@ class ExpertParallel(nn.Module):
                 f"got {len(experts)}; lower the ep degree"
             )
         if reduce_dtype is not None and not reduce_dtype.is_floating_point:
-            raise ValueError(f"ExpertParallel: `reduce_dtype` must be a floating point dtype, got {reduce_dtype}")
+            raise ValueError(
+                f"ExpertParallel: `reduce_dtype` must be a floating point dtype, got {reduce_dtype}; name one such as "
+                "torch.float32"
+            )
         if gather_dtype is not None and gather_dtype not in WIRE_DTYPES[1:]:
             raise ValueError(
                 f"ExpertParallel: `gather_dtype` must be one of {', '.join(map(str, WIRE_DTYPES[1:]))} or None, got "
-                f"{gather_dtype}"
+                f"{gather_dtype}; choose one of them"
             )
         self.num_experts = len(experts)
         self.degree = degree
@@ -228,7 +233,7 @@ class ExpertParallel(nn.Module):
                 got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
                 raise ValueError(
                     f"ExpertParallel: expert {position} must return a tensor with one row for each of the {num_rows} "
-                    f"rows of its first input, got {got}"
+                    f"rows of its first input, got {got}; let it return a row for each"
                 )
             total = output if total is None else total + output
         assert total is not None

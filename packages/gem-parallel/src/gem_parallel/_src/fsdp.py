@@ -53,27 +53,36 @@ class ParallelPlan:
     def __post_init__(self) -> None:
         if isinstance(self.shard_units, str) or not isinstance(self.shard_units, tuple):
             raise TypeError(
-                f"ParallelPlan: `shard_units` must be a tuple of patterns, got {type(self.shard_units).__name__}"
+                f"ParallelPlan: `shard_units` must be a tuple of patterns, got {type(self.shard_units).__name__}; put "
+                "the patterns in a tuple"
             )
         for pattern in self.shard_units:
             if not isinstance(pattern, str):
-                raise TypeError(f"ParallelPlan: `shard_units` must hold str, got {type(pattern).__name__}")
+                raise TypeError(
+                    f"ParallelPlan: `shard_units` must hold str, got {type(pattern).__name__}; name modules"
+                )
             if not pattern:
-                raise ValueError("ParallelPlan: `shard_units` must not hold '': the root is always a unit")
+                raise ValueError(
+                    "ParallelPlan: `shard_units` must name modules below the root, got ''; it is one anyway"
+                )
         for argument in ("param_dtype", "reduce_dtype"):
             dtype = getattr(self, argument)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ValueError(f"ParallelPlan: `{argument}` must be a floating point dtype or None, got {dtype}")
+                raise ValueError(
+                    f"ParallelPlan: `{argument}` must be a floating point dtype or None, got {dtype}; name one such as "
+                    "torch.bfloat16"
+                )
         for argument in ("forward_prefetch", "backward_prefetch"):
             number = getattr(self, argument)
             if not isinstance(number, int) or isinstance(number, bool):
-                raise TypeError(f"ParallelPlan: `{argument}` must be an int, got {type(number).__name__}")
+                raise TypeError(f"ParallelPlan: `{argument}` must be an int, got {type(number).__name__}; pass int(x)")
             if number < 0:
-                raise ValueError(f"ParallelPlan: `{argument}` must be at least 0, got {number}")
+                raise ValueError(f"ParallelPlan: `{argument}` must be at least 0, got {number}; 0 prefetches nothing")
         reshard = self.reshard_after_forward
         if reshard is not None and not isinstance(reshard, int):
             raise TypeError(
-                f"ParallelPlan: `reshard_after_forward` must be a bool, an int or None, got {type(reshard).__name__}"
+                f"ParallelPlan: `reshard_after_forward` must be a bool, an int or None, got {type(reshard).__name__}; "
+                "leave it out for the default"
             )
         if reshard is not None and not isinstance(reshard, bool) and reshard < 2:
             raise ValueError(
@@ -103,7 +112,7 @@ def running_order(module: nn.Module, patterns: tuple[str, ...]) -> list[str]:
             shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
             raise ValueError(
                 f"parallelize: every pattern of `plan.shard_units` must match a module, got {pattern!r}, which matches "
-                f"none of {len(names)} modules ({shown or 'the module has no children'})"
+                f"none of {len(names)} modules ({shown or 'the module has no children'}); correct or drop it"
             )
         chosen |= dict.fromkeys(found)
     return list(chosen)

@@ -106,7 +106,10 @@ def _local(
     if not isinstance(grad, DTensor):
         return grad, None
     if mesh is None:
-        raise ValueError(f"{owner}: `mesh` must be given for sharded parameters, got None and a DTensor gradient")
+        raise ValueError(
+            f"{owner}: `mesh` must be given for sharded parameters, got None and a DTensor gradient; pass what "
+            "ParallelDims.build_mesh returned"
+        )
     cut = [axis for axis, placement in enumerate(grad.placements) if not isinstance(placement, Replicate)]
     if not cut:
         return grad.to_local(), None
@@ -115,7 +118,7 @@ def _local(
     if len(cut) != 1 or not isinstance(grad.placements[cut[0]], Shard) or name not in axes:
         raise ValueError(
             f"{owner}: gradients of `{argument}` must be sharded over the axis {' or '.join(axes)} only, got "
-            f"placements {grad.placements} over axes {names} at position {index}"
+            f"placements {grad.placements} over axes {names} at position {index}; pass the mesh that cut them"
         )
     return grad.to_local(), name
 

@@ -96,9 +96,11 @@ class ParallelDims:
         for axis in (*DENSE_AXES, *SPARSE_AXES):
             degree = getattr(self, axis)
             if not isinstance(degree, int) or isinstance(degree, bool):
-                raise TypeError(f"ParallelDims: `{axis}` must be an int, got {type(degree).__name__}")
+                raise TypeError(
+                    f"ParallelDims: `{axis}` must be an int, got {type(degree).__name__}; pass a number of ranks"
+                )
             if degree < 1:
-                raise ValueError(f"ParallelDims: `{axis}` must be at least 1, got {degree}")
+                raise ValueError(f"ParallelDims: `{axis}` must be at least 1, got {degree}; 1 leaves it out")
         world, sparse = self.world_size, self.sparse_replicate * self.sparse_shard
         if sparse != world:
             remedy = (
@@ -298,9 +300,14 @@ class ParallelDims:
         if topology is not None:
             _check_topology("build_mesh", topology)
         if device_type not in ("cpu", "cuda"):
-            raise ValueError(f"build_mesh: `device_type` must be 'cpu' or 'cuda', got {device_type!r}")
+            raise ValueError(
+                f"build_mesh: `device_type` must be 'cpu' or 'cuda', got {device_type!r}; name one of them"
+            )
         if device_type == "cuda" and not torch.cuda.is_available():
-            raise ValueError("build_mesh: `device_type` must be 'cpu' where torch sees no CUDA device, got 'cuda'")
+            raise ValueError(
+                "build_mesh: `device_type` must be 'cpu' where torch sees no CUDA device, got 'cuda'; use 'cpu', or "
+                "gem_parallel.engine_report() for what is missing"
+            )
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "build_mesh: torch.distributed must be initialised; call init_process_group, or start with torchrun"

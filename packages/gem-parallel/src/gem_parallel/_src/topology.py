@@ -38,11 +38,13 @@ class Link:
         for name, least in (("bandwidth", "above 0"), ("latency", "at least 0"), ("per_message", "at least 0")):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"Link: `{name}` must be a number, got {type(value).__name__}")
+                raise TypeError(f"Link: `{name}` must be a number, got {type(value).__name__}; pass a float")
             if not math.isfinite(value) or value < 0 or (name == "bandwidth" and value == 0):
-                raise ValueError(f"Link: `{name}` must be finite and {least}, got {value}")
+                raise ValueError(f"Link: `{name}` must be finite and {least}, got {value}; pass GB/s and us")
         if not isinstance(self.source, str):
-            raise TypeError(f"Link: `source` must be a str, got {type(self.source).__name__}")
+            raise TypeError(
+                f"Link: `source` must be a str, got {type(self.source).__name__}; write where the numbers are from"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,12 +79,15 @@ class Topology:
         for name in _COUNTS:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"Topology: `{name}` must be an int, got {type(value).__name__}")
+                raise TypeError(f"Topology: `{name}` must be an int, got {type(value).__name__}; pass int(x)")
             if value < 1:
-                raise ValueError(f"Topology: `{name}` must be at least 1, got {value}")
+                raise ValueError(f"Topology: `{name}` must be at least 1, got {value}; pass a number of them")
         for tier in TIERS:
             if not isinstance(getattr(self, tier), Link):
-                raise TypeError(f"Topology: `{tier}` must be a Link, got {type(getattr(self, tier)).__name__}")
+                raise TypeError(
+                    f"Topology: `{tier}` must be a Link, got {type(getattr(self, tier)).__name__}; pass "
+                    "Link(bandwidth=, latency=)"
+                )
         bandwidths = [self.link(tier).bandwidth for tier in TIERS]
         if bandwidths != sorted(bandwidths, reverse=True):
             raise ValueError(
@@ -118,7 +123,9 @@ class Topology:
             ValueError: ``num_ranks`` does not fill whole hosts, or whole zones.
         """
         if num_ranks < 1:
-            raise ValueError(f"Topology.resized: `num_ranks` must be at least 1, got {num_ranks}")
+            raise ValueError(
+                f"Topology.resized: `num_ranks` must be at least 1, got {num_ranks}; pass a number of GPUs"
+            )
         gpus = min(self.gpus_per_host, num_ranks)
         hosts, rest = divmod(num_ranks, gpus)
         in_zone = min(self.hosts_per_zone, hosts)
@@ -150,7 +157,7 @@ class Topology:
         """
         path = Path(path)
         if path.suffix not in (".json", ".toml"):
-            raise ValueError(f"Topology.load: `path` must end with .json or .toml, got {path.name!r}")
+            raise ValueError(f"Topology.load: `path` must end with .json or .toml, got {path.name!r}; rename it")
         try:
             text = path.read_text(encoding="utf-8")
             values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -159,14 +166,18 @@ class Topology:
                 f"Topology.load: {path} must be valid {path.suffix[1:].upper()}, got {error}; correct it"
             ) from error
         if not isinstance(values, dict):
-            raise ValueError(f"Topology.load: {path} must hold one object, got {type(values).__name__}")
+            raise ValueError(
+                f"Topology.load: {path} must hold one object, got {type(values).__name__}; write the fields of a "
+                "Topology"
+            )
         _refuse_unknown(values, cls, str(path))
         for tier in TIERS:
             if isinstance(values.get(tier), dict):
                 _refuse_unknown(values[tier], Link, f"{path}, `{tier}`")
                 if not {"bandwidth", "latency"} <= set(values[tier]):
                     raise ValueError(
-                        f"Topology.load: {path}, `{tier}` must hold bandwidth and latency, got {sorted(values[tier])}"
+                        f"Topology.load: {path}, `{tier}` must hold bandwidth and latency, got {sorted(values[tier])}; "
+                        "add what is missing"
                     )
                 values[tier] = Link(**values[tier])
         return cls(**values)
@@ -179,7 +190,7 @@ class Topology:
         """
         path = Path(path)
         if path.suffix not in (".json", ".toml"):
-            raise ValueError(f"Topology.save: `path` must end with .json or .toml, got {path.name!r}")
+            raise ValueError(f"Topology.save: `path` must end with .json or .toml, got {path.name!r}; rename it")
         values = asdict(self)
         if path.suffix == ".json":
             path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
@@ -218,5 +229,6 @@ def _refuse_unknown(values: dict[str, Any], owner: type[Any], where: str) -> Non
     unknown = sorted(set(values) - set(known))
     if unknown:
         raise ValueError(
-            f"Topology.load: {where} must hold fields of {owner.__name__} only ({', '.join(known)}), got {unknown}"
+            f"Topology.load: {where} must hold fields of {owner.__name__} only ({', '.join(known)}), got {unknown}; "
+            "correct or drop them"
         )

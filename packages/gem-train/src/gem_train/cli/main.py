@@ -91,7 +91,7 @@ def _fail(message: str, code: int, with_traceback: bool) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all sub-commands."""
-    parser = Parser(prog="gem", description="Train and evaluate ranking models.")
+    parser: argparse.ArgumentParser = Parser(prog="gem", description="Train and evaluate ranking models.")
     parser.add_argument("--version", action="version", version=f"gem-train {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands)

@@ -170,7 +170,7 @@ def _inputs(args: argparse.Namespace) -> Inputs:
         value = getattr(args, name)
         if value is not None and not 1 <= value <= most:
             bound = "at least 1" if value < 1 else f"at most {most:,}"
-            raise ConfigError(f"--{name}: must be {bound}, got {value}")
+            raise ConfigError(f"--{name}: must be {bound}, got {value}; give another")
     plan = recipes.get_plan(args.recipe)
     cluster = _topology(args.topology) if args.topology else plan.topology if plan else None
     if cluster is None:
@@ -276,7 +276,8 @@ def _dims(text: str | None, topology: Topology, wanted: ParallelDims) -> Paralle
         name, _, value = part.partition("=")
         if name not in DIM_AXES or not re.fullmatch(r"[+-]?\d+", value, re.ASCII):
             raise ConfigError(
-                f"--dims: must be AXIS=N,... with axes {', '.join(DIM_AXES)} (the others follow), got {part!r}"
+                f"--dims: must be AXIS=N,... with axes {', '.join(DIM_AXES)} (the others follow), got {part!r}; for "
+                f"example {DIM_AXES[0]}=2"
             )
         if name in given:
             raise ConfigError(f"--dims: {name} is given twice, got {text!r}; give it once")

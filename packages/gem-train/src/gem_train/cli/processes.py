@@ -28,7 +28,7 @@ def num_processes(args: argparse.Namespace) -> int:
         ConfigError: if --nproc < 1.
     """
     if args.nproc < 1:
-        raise ConfigError(f"--nproc: must be >= 1, got {args.nproc}")
+        raise ConfigError(f"--nproc: must be >= 1, got {args.nproc}; give a number of processes")
     return int(os.environ["WORLD_SIZE"]) if is_worker() else int(args.nproc)
 
 

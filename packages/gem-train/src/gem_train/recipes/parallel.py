@@ -25,7 +25,7 @@ from gem_parallel import (
 )
 from gem_parallel.collectives import Collectives
 from gem_parallel.experts import exchange_counts
-from gem_train.checks import check_fields
+from gem_train.checks import check_fields, default_of
 from gem_train.errors import ConfigError
 
 __all__ = ["AXES", "ParallelConfig", "describe_wire", "hold_experts", "spread"]
@@ -67,9 +67,11 @@ class ParallelConfig:
         for name in AXES:
             degree = getattr(self, name)
             if degree is not None and degree < 1:
-                raise ConfigError(f"ParallelConfig: `{name}` must be >= 1, got {degree}")
+                raise ConfigError(f"ParallelConfig: `{name}` must be >= 1, got {degree}; {default_of(self, name)}")
         if self.prefetch < 0:
-            raise ConfigError(f"ParallelConfig: `prefetch` must be >= 0, got {self.prefetch}")
+            raise ConfigError(
+                f"ParallelConfig: `prefetch` must be >= 0, got {self.prefetch}; {default_of(self, 'prefetch')}"
+            )
         if self.table_gather == "rows" and not self.sharded_at_rest:
             raise ConfigError(
                 "ParallelConfig: `sharded_at_rest` must be true with table_gather=rows, which gathers no table, "

@@ -11,7 +11,7 @@ import torch
 
 from gem_model import RankingConfig, RankingModel
 from gem_parallel import SparseOptimizerConfig, TableConfig
-from gem_train.checks import check_fields
+from gem_train.checks import check_fields, default_of
 from gem_train.config import TrainerConfig
 from gem_train.data import DatasetSchema, EventLog, Scoreboard
 from gem_train.errors import ConfigError
@@ -49,9 +49,14 @@ class DataConfig:
         check_fields(self)
         for name in ("global_batch_size", "eval_batch_size", "epochs", "max_history"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"DataConfig: `{name}` must be >= 1, got {getattr(self, name)}")
+                raise ConfigError(
+                    f"DataConfig: `{name}` must be >= 1, got {getattr(self, name)}; {default_of(self, name)}"
+                )
         if self.prefetch_batches < 0:
-            raise ConfigError(f"DataConfig: `prefetch_batches` must be >= 0, got {self.prefetch_batches}")
+            raise ConfigError(
+                f"DataConfig: `prefetch_batches` must be >= 0, got {self.prefetch_batches}; "
+                f"{default_of(self, 'prefetch_batches')}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -58,11 +58,13 @@ class TileConfig:
         for name in ("block_m", "block_n"):
             size = getattr(self, name)
             if size < 16 or size & (size - 1):
-                raise ValueError(f"TileConfig: `{name}` must be a power of two >= 16, got {size}.")
+                raise ValueError(f"TileConfig: `{name}` must be a power of two >= 16, got {size}; round it up to one.")
         if self.num_warps not in (1, 2, 4, 8, 16):
-            raise ValueError(f"TileConfig: `num_warps` must be 1, 2, 4, 8 or 16, got {self.num_warps}.")
+            raise ValueError(
+                f"TileConfig: `num_warps` must be 1, 2, 4, 8 or 16, got {self.num_warps}; choose one of them."
+            )
         if self.num_stages < 1:
-            raise ValueError(f"TileConfig: `num_stages` must be >= 1, got {self.num_stages}.")
+            raise ValueError(f"TileConfig: `num_stages` must be >= 1, got {self.num_stages}; 1 is no pipeline.")
 
 
 _ACCUMULATORS = 128
@@ -156,7 +158,7 @@ def select_from(
     for limit, (block_m, block_n, num_warps, num_stages) in sizes.items():
         if head_dim <= limit:
             return TileConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
-    raise ValueError(f"select: `head_dim` must be at most {max(sizes)} for {kernel}, got {head_dim}.")
+    raise ValueError(f"select: `head_dim` must be at most {max(sizes)} for {kernel}, got {head_dim}; use more heads.")
 
 
 def with_candidates(

@@ -23,7 +23,7 @@ def number_in(environment: Mapping[str, str], name: str) -> int | None:
     if value is None:
         return None
     if not value.isdigit():
-        raise ValueError(f"warm: `{name}` must be a number, got {value!r}.")
+        raise ValueError(f"warm: `{name}` must be a number, got {value!r}; start the ranks with torchrun, or unset it.")
     return int(value)
 
 

@@ -51,12 +51,17 @@ class Activation:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
-            raise TypeError(f"Activation: `name` must be a str, got {type(self.name).__name__}.")
+            raise TypeError(f"Activation: `name` must be a str, got {type(self.name).__name__}; give it a name.")
         if not self.name.isidentifier() or self.name in ACTIVATION_NAMES:
-            raise ValueError(f"Activation: `name` must be an identifier and not a built-in name, got {self.name!r}.")
+            raise ValueError(
+                f"Activation: `name` must be an identifier and not a built-in name, got {self.name!r}; choose another."
+            )
         for field in ("torch_value", "torch_derivative"):
             if not callable(getattr(self, field)):
-                raise TypeError(f"Activation: `{field}` must be callable, got {type(getattr(self, field)).__name__}.")
+                raise TypeError(
+                    f"Activation: `{field}` must be callable, got {type(getattr(self, field)).__name__}; give a "
+                    "function."
+                )
         if (self.value is None) != (self.derivative is None):
             missing = "value" if self.value is None else "derivative"
             raise ValueError(
@@ -79,7 +84,8 @@ class Activation:
             at_zero = getattr(self, field)(zero)
             if not isinstance(at_zero, Tensor) or at_zero.shape != zero.shape or not at_zero.isfinite().all():
                 raise ValueError(
-                    f"Activation: `{field}` must be elementwise and finite at 0, as padding is scored 0, got {at_zero}."
+                    f"Activation: `{field}` must be elementwise and finite at 0, as padding is scored 0, got "
+                    f"{at_zero}; make it so for a tensor of any shape."
                 )
         _registered[self.name] = self
 

@@ -40,7 +40,7 @@ def check_size(op: str, name: str, size: int) -> None:
     """Raise unless ``size`` is an int >= 0."""
     check_int(op, name, size)
     if size < 0:
-        raise ValueError(f"{op}: `{name}` must be >= 0 tokens, got {size}.")
+        raise ValueError(f"{op}: `{name}` must be >= 0 tokens, got {size}; pass the length, or 0.")
 
 
 def check_fill(op: str, fill: float, values: Tensor) -> None:

@@ -101,12 +101,15 @@ def time_buckets(times_q: Tensor, times_k: Tensor, buckets_per_octave: int, num_
 
 def _check_table(op: str, name: str, table: Tensor, q: Tensor, columns: str) -> None:
     if not isinstance(table, Tensor):
-        raise TypeError(f"{op}: `{name}` must be a Tensor of shape (H, {columns}), got {type(table).__name__}.")
+        raise TypeError(
+            f"{op}: `{name}` must be a Tensor of shape (H, {columns}), got {type(table).__name__}; convert it with "
+            "torch.as_tensor."
+        )
     check_tensor(op, name, table)
     if table.dim() != 2 or table.shape[0] != q.shape[1] or table.shape[1] == 0:
         raise ValueError(
             f"{op}: `{name}` must have shape (H, {columns}) with one row for each of the {q.shape[1]} heads of `q`, "
-            f"got {tuple(table.shape)}."
+            f"got {tuple(table.shape)}; give each head a row."
         )
     check_float(op, name, table)
     if table.device != q.device:
@@ -115,11 +118,15 @@ def _check_table(op: str, name: str, table: Tensor, q: Tensor, columns: str) -> 
 
 def _check_times(op: str, name: str, times: Tensor, num_rows: int, like: Tensor, of: str) -> None:
     if not isinstance(times, Tensor):
-        raise TypeError(f"{op}: `{name}` must be a Tensor of seconds per row of {of}, got {type(times).__name__}.")
+        raise TypeError(
+            f"{op}: `{name}` must be a Tensor of seconds per row of {of}, got {type(times).__name__}; convert it with "
+            "torch.as_tensor."
+        )
     check_tensor(op, name, times)
     if times.dim() != 1 or times.shape[0] != num_rows:
         raise ValueError(
-            f"{op}: `{name}` must have shape ({num_rows},), one time per row of {of}, got {tuple(times.shape)}."
+            f"{op}: `{name}` must have shape ({num_rows},), one time per row of {of}, got {tuple(times.shape)}; drop "
+            "or add times so that it does."
         )
     if times.dtype not in TIME_DTYPES:
         raise DtypeError(
@@ -157,8 +164,8 @@ def check_bias(
         _check_table(op, "position_bias", position_bias, q, "2 * P + 1")
         if position_bias.shape[1] % 2 == 0:
             raise ValueError(
-                f"{op}: `position_bias` must have an odd number of columns, 2 * P + 1 for distances -P to P, "
-                f"got {position_bias.shape[1]}."
+                f"{op}: `position_bias` must have an odd number of columns, 2 * P + 1 for distances -P to P, got "
+                f"{position_bias.shape[1]}; add or drop a column."
             )
     check_buckets_per_octave(op, time_buckets_per_octave)
     if time_bias is None:

@@ -83,10 +83,14 @@ def check_input(op: str, x: Tensor) -> None:
 def check_block_shape(op: str, block_shape: tuple[int, int]) -> tuple[int, int]:
     """Raise unless ``block_shape`` is one of ``BLOCK_SHAPES``; returns it as a tuple."""
     if not isinstance(block_shape, (tuple, list)):
-        raise TypeError(f"{op}: `block_shape` must be a pair of ints, got {type(block_shape).__name__}.")
+        raise TypeError(
+            f"{op}: `block_shape` must be a pair of ints, got {type(block_shape).__name__}; for example (1, 32)."
+        )
     shape = tuple(block_shape)
     if shape not in BLOCK_SHAPES:
-        raise ValueError(f"{op}: `block_shape` must be one of (1, 32), (32, 1) and (32, 32), got {shape}.")
+        raise ValueError(
+            f"{op}: `block_shape` must be one of (1, 32), (32, 1) and (32, 32), got {shape}; choose one of them."
+        )
     return BLOCK_SHAPES[BLOCK_SHAPES.index(shape)]
 
 
@@ -102,4 +106,4 @@ def check_element(op: str, elem_dtype: torch.dtype) -> None:
 def check_scale_mode(op: str, scale_mode: str) -> None:
     """Raise unless ``scale_mode`` names a rounding of the scale."""
     if scale_mode not in SCALE_MODES:
-        raise ValueError(f"{op}: `scale_mode` must be 'rceil' or 'floor', got {scale_mode!r}.")
+        raise ValueError(f"{op}: `scale_mode` must be 'rceil' or 'floor', got {scale_mode!r}; choose one of them.")

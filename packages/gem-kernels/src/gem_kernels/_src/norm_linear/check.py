@@ -22,17 +22,23 @@ def check_linear(
     for name, tensor in given.items():
         check_tensor(op, name, tensor)
     if x.dim() < 1 or x.shape[-1] == 0:
-        raise ValueError(f"{op}: `x` must have shape (..., K) with K >= 1, got {tuple(x.shape)}.")
+        raise ValueError(
+            f"{op}: `x` must have shape (..., K) with K >= 1, got {tuple(x.shape)}; give it a last dim of features."
+        )
     check_float(op, "x", x)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.shape[0] == 0:
         raise ValueError(
-            f"{op}: `weight` must have shape (N, K) = (N, {x.shape[-1]}) with N >= 1, got {tuple(weight.shape)}."
+            f"{op}: `weight` must have shape (N, K) = (N, {x.shape[-1]}) with N >= 1, got {tuple(weight.shape)}; give "
+            "it the features of `x` as columns."
         )
     for vectors, length in ((per_output, weight.shape[0]), (per_input, x.shape[-1])):
         for name, vector in vectors.items():
             if vector is not None and (vector.dim() != 1 or vector.shape[0] != length):
-                raise ValueError(f"{op}: `{name}` must have shape ({length},), got {tuple(vector.shape)}.")
+                raise ValueError(
+                    f"{op}: `{name}` must have shape ({length},), got {tuple(vector.shape)}; give one number per "
+                    "feature."
+                )
     check_same(op, given)
     check_scalar(op, "eps", eps)
     if eps < 0:
-        raise ValueError(f"{op}: `eps` must be >= 0, got {eps}.")
+        raise ValueError(f"{op}: `eps` must be >= 0, got {eps}; pass a small number such as 1e-5.")

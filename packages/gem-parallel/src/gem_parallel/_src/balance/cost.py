@@ -67,8 +67,8 @@ class LengthCost:
         for name in (*self.linear, *self.quadratic):
             if name not in lengths:
                 raise ValueError(
-                    f"LengthCost: `lengths` must hold every sequence that a coefficient names, lacks {name!r}, "
-                    f"got {sorted(lengths)}"
+                    f"LengthCost: `lengths` must hold every sequence that a coefficient names, lacks {name!r}, got "
+                    f"{sorted(lengths)}; add its lengths, or drop its coefficient"
                 )
         first = next(iter(lengths.values()))
         total = torch.full(first.shape, float(self.constant), dtype=torch.float64, device=first.device)
@@ -106,7 +106,7 @@ class LengthCost:
             if lengths[name].shape != flops.shape or flops.ndim != 1:
                 raise ValueError(
                     f"LengthCost.fit: `lengths[{name!r}]` must have the shape (n,) of `flops`, got "
-                    f"{tuple(lengths[name].shape)} and {tuple(flops.shape)}"
+                    f"{tuple(lengths[name].shape)} and {tuple(flops.shape)}; give one length and one count per sample"
                 )
             _require_finite(f"lengths[{name!r}]", lengths[name])
             length = lengths[name].double().cpu()
@@ -133,7 +133,8 @@ class LengthCost:
             del keep[lowest]
         if not any(found):
             raise ValueError(
-                f"LengthCost.fit: `flops` must grow with `lengths` or be above 0, got {flops.tolist()[:8]}"
+                f"LengthCost.fit: `flops` must grow with `lengths` or be above 0, got {flops.tolist()[:8]}; count the "
+                "FLOPs of samples with events"
             )
         return cls(
             constant=found[0],

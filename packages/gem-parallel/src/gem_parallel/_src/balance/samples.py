@@ -193,25 +193,27 @@ class Assignment:
         tensors |= {f"jagged[{name!r}]": values for name, (values, _) in jagged.items()}
         devices = {str(tensor.device) for tensor in tensors.values()}
         if len(devices) > 1:
-            raise ValueError(f"Assignment.move: tensors must lie on one device, got {sorted(devices)}")
+            raise ValueError(
+                f"Assignment.move: tensors must lie on one device, got {sorted(devices)}; move them to one"
+            )
         for where, tensor in tensors.items():
             if tensor.requires_grad:
                 raise ValueError(
-                    f"Assignment.move: `{where}` must not require a gradient, which would not come back; detach it, or "
-                    "move what it was computed from"
+                    f"Assignment.move: `{where}` must not require a gradient, which would not come back, got one that "
+                    "does; detach it, or move what it was computed from"
                 )
         count, start = self.counts[rank], sum(self.counts[:rank])
         for name, tensor in rows.items():
             if tensor.ndim == 0 or tensor.shape[0] != count:
                 raise ValueError(
                     f"Assignment.move: `rows[{name!r}]` must have one row for each of this rank's {count} samples, got "
-                    f"shape {tuple(tensor.shape)}"
+                    f"shape {tuple(tensor.shape)}; pass the batch that the lengths are of"
                 )
         for name, (values, offsets) in jagged.items():
             if name not in self._lengths:
                 raise ValueError(
-                    f"Assignment.move: `jagged` must hold only names whose lengths were given to balance_samples, got "
-                    f"{name!r} beside {sorted(self._lengths)}"
+                    "Assignment.move: `jagged` must hold only names whose lengths were given to balance_samples, got "
+                    f"{name!r} beside {sorted(self._lengths)}; give its lengths to balance_samples, or leave it out"
                 )
             expected = self._lengths[name][start : start + count]
             if (
@@ -256,8 +258,9 @@ def balance_samples(
 
     Raises:
         TypeError: an argument of another kind.
-        ValueError: no lengths, shapes that differ, a length below 0, an unknown method, a cost that is negative or not
-            finite, or names, ``method`` or ``equal_counts`` that differ between ranks (the last four on all ranks).
+        ValueError: no lengths, shapes that differ, a length below 0, an unknown method, equal counts with none, a cost
+            that is negative or not finite, or names, ``method`` or ``equal_counts`` that differ between ranks (the last
+            four on all ranks).
         RuntimeError: another rank refuses its lengths or cost, whatever error it met there.
     """
     check_group("balance_samples", group, remedy="torch.distributed.group.WORLD or another process group")
@@ -288,7 +291,7 @@ def balance_samples(
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(
                 f"balance_samples: `cost` must return finite numbers of at least 0, got {value} for lengths "
-                f"{ {name: by_name[name][sample] for name in names} }"
+                f"{ {name: by_name[name][sample] for name in names} }; correct the function"
             )
     ranks = assign(costs, counts, method, equal_counts=equal_counts)
     report = _report(method, costs, by_name, counts, ranks)
@@ -307,9 +310,16 @@ def _costs_and_lengths(lengths: Mapping[str, Tensor], cost: Cost, method: Method
     if not callable(cost):
         raise TypeError(f"balance_samples: `cost` must be a function, got {type(cost).__name__}; pass a LengthCost")
     if method not in METHODS:
-        raise ValueError(f"balance_samples: `method` must be one of {', '.join(METHODS)}, got {method!r}")
+        raise ValueError(
+            f"balance_samples: `method` must be one of {', '.join(METHODS)}, got {method!r}; name one of them"
+        )
     if not isinstance(equal_counts, bool):
         raise TypeError(f"balance_samples: `equal_counts` must be a bool, got {equal_counts!r}; pass True or False")
+    if equal_counts and method == "none":
+        raise ValueError(
+            "balance_samples: `equal_counts` must be False with method 'none', which moves no sample, got True; leave "
+            "it out, or use method='greedy'"
+        )
     for name, each in lengths.items():
         if not isinstance(name, str):
             raise TypeError(f"balance_samples: `lengths` must have str as its keys, got {name!r}; pass names")
@@ -338,7 +348,7 @@ def _costs_and_lengths(lengths: Mapping[str, Tensor], cost: Cost, method: Method
     if found.shape != shape:
         raise ValueError(
             f"balance_samples: `cost` must return one cost for each sample, shape (B,) = {tuple(shape)}, got "
-            f"{tuple(found.shape)}"
+            f"{tuple(found.shape)}; return one number per sample"
         )
     return torch.stack([found.detach().double(), *[lengths[name].double() for name in names]], dim=1)
 

@@ -113,7 +113,7 @@ class LowContentionCollectives(Collectives):
     ) -> Waitable | None:
         """See ``Collectives``."""
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise ValueError(f"reduce_scatter: `op` must be SUM or AVG, got {op}")
+            raise ValueError(f"reduce_scatter: `op` must be SUM or AVG, got {op}; use another engine for it")
         if tensor.numel() == 0:
             return self._finish((), async_op)
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)

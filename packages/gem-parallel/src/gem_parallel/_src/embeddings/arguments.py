@@ -35,7 +35,9 @@ def _check_members(argument: str, given: object, kind: type) -> None:
         )
     for index, each in enumerate(given):
         if not isinstance(each, kind):
-            raise TypeError(f"{OWNER}: `{argument}[{index}]` must be a {kind.__name__}, got {type(each).__name__}")
+            raise TypeError(
+                f"{OWNER}: `{argument}[{index}]` must be a {kind.__name__}, got {type(each).__name__}; make one"
+            )
 
 
 def check_configs(tables: Sequence[TableConfig], features: Sequence[FeatureConfig]) -> None:
@@ -43,7 +45,7 @@ def check_configs(tables: Sequence[TableConfig], features: Sequence[FeatureConfi
     _check_members("tables", tables, TableConfig)
     _check_members("features", features, FeatureConfig)
     if not tables:
-        raise ValueError(f"{OWNER}: `tables` must hold at least one TableConfig, got none")
+        raise ValueError(f"{OWNER}: `tables` must hold at least one TableConfig, got none; add one")
     for argument, configs in (("tables", tables), ("features", features)):
         seen: set[str] = set()
         for config in configs:
@@ -89,16 +91,21 @@ def check_options(
     check_choice(OWNER, "id_policy", id_policy, get_args(IdPolicy))
     if weight_dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(
-            f"{OWNER}: `weight_dtype` must be torch.float32, torch.float16 or torch.bfloat16, got {weight_dtype!r}"
+            f"{OWNER}: `weight_dtype` must be torch.float32, torch.float16 or torch.bfloat16, got {weight_dtype!r}; "
+            "choose one of them"
         )
     if wire_dtype not in tuple(WIRE_DTYPES):
-        raise ValueError(f"{OWNER}: `wire_dtype` must be one of {', '.join(map(str, WIRE_DTYPES))}, got {wire_dtype!r}")
+        raise ValueError(
+            f"{OWNER}: `wire_dtype` must be one of {', '.join(map(str, WIRE_DTYPES))}, got {wire_dtype!r}; choose one "
+            "of them"
+        )
     check_choice(OWNER, "gather", gather, get_args(Gather))
     check_flag(OWNER, "keep_gathered", keep_gathered)
     check_flag(OWNER, "measure_updates", measure_updates)
     if keep_gathered and gather == "rows":
         raise ValueError(
-            f"{OWNER}: `keep_gathered` must be False with gather='rows', which gathers no tables, got True"
+            f"{OWNER}: `keep_gathered` must be False with gather='rows', which gathers no tables, got True; leave it "
+            "out"
         )
     if timeout_s is not None:
         check_number(OWNER, "timeout_s", timeout_s)
@@ -124,9 +131,11 @@ def resolve_device(device: object, mesh: DeviceMesh | None) -> torch.device:
     try:
         resolved = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"{OWNER}: `device` must name a device as in 'cpu' or 'cuda:0', got {device!r}") from error
+        raise ValueError(
+            f"{OWNER}: `device` must name a device as in 'cpu' or 'cuda:0', got {device!r}; name it so"
+        ) from error
     if resolved.type not in ("cpu", "cuda"):
-        raise ValueError(f"{OWNER}: `device` must be a CPU or CUDA device, got {resolved}")
+        raise ValueError(f"{OWNER}: `device` must be a CPU or CUDA device, got {resolved}; name one of these")
     if resolved.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (resolved.index or 0) >= count:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from gem_parallel._src.checks import check_number
@@ -47,26 +47,30 @@ DEFAULT_CACHE_LOAD_FACTOR = 0.2
 
 def check_choice(owner: str, argument: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise ValueError(f"{owner}: `{argument}` must be one of {', '.join(choices)}, got {value!r}")
+        raise ValueError(f"{owner}: `{argument}` must be one of {', '.join(choices)}, got {value!r}; name one of them")
 
 
 def check_name(owner: str, argument: str, value: object) -> None:
     if not isinstance(value, str):
-        raise TypeError(f"{owner}: `{argument}` must be a str, got {type(value).__name__}")
+        raise TypeError(f"{owner}: `{argument}` must be a str, got {type(value).__name__}; give a name")
     if not value or value != value.strip():
-        raise ValueError(f"{owner}: `{argument}` must be a non-empty name without outer blanks, got {value!r}")
+        raise ValueError(
+            f"{owner}: `{argument}` must be a non-empty name without outer blanks, got {value!r}; rename it"
+        )
 
 
 def check_integer(owner: str, argument: str, value: object, low: int | None = None, high: int | None = None) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{owner}: `{argument}` must be an int, got {type(value).__name__}")
+        raise TypeError(f"{owner}: `{argument}` must be an int, got {type(value).__name__}; pass int(x)")
     if low is not None and high is not None and not low <= value <= high:
-        raise ValueError(f"{owner}: `{argument}` must lie in [{low}, {high}], got {value}")
+        raise ValueError(f"{owner}: `{argument}` must lie in [{low}, {high}], got {value}; pass a number in this range")
 
 
 def check_flag(owner: str, argument: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"{owner}: `{argument}` must be a bool, got {type(value).__name__} {value!r}")
+        raise TypeError(
+            f"{owner}: `{argument}` must be a bool, got {type(value).__name__} {value!r}; pass True or False"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,10 +90,13 @@ def check_memory(owner: str, location: object, cache_load_factor: object, cache_
         check_choice(owner, "cache_algorithm", cache_algorithm, get_args(CacheAlgorithm))
     if cache_load_factor is not None:
         if isinstance(cache_load_factor, bool) or not isinstance(cache_load_factor, (int, float)):
-            raise TypeError(f"{owner}: `cache_load_factor` must be a number, got {type(cache_load_factor).__name__}")
+            raise TypeError(
+                f"{owner}: `cache_load_factor` must be a number, got {type(cache_load_factor).__name__}; pass a float"
+            )
         if not 0 < cache_load_factor <= 1:
             raise ValueError(
-                f"{owner}: `cache_load_factor` must lie in (0, 1] (rows in the cache / rows), got {cache_load_factor}"
+                f"{owner}: `cache_load_factor` must lie in (0, 1] (rows in the cache / rows), got {cache_load_factor}; "
+                f"the default is {DEFAULT_CACHE_LOAD_FACTOR}"
             )
     for argument, value in (("cache_load_factor", cache_load_factor), ("cache_algorithm", cache_algorithm)):
         if value is not None and location != "uvm_caching":
@@ -135,7 +142,7 @@ class TableConfig:
         check_integer(owner, "num_rows", self.num_rows, 1, MAX_ROWS)
         check_integer(owner, "dim", self.dim)
         if self.dim < 1:
-            raise ValueError(f"{owner}: `dim` must be a multiple of 4 in [4, {MAX_DIM}], got {self.dim}")
+            raise ValueError(f"{owner}: `dim` must be a multiple of 4 in [4, {MAX_DIM}], got {self.dim}; use 4")
         if self.dim % 4 != 0:
             raise ValueError(
                 f"{owner}: `dim` must be a multiple of 4 (fbgemm moves rows in vectors of 4), got {self.dim}; "
@@ -152,7 +159,10 @@ class TableConfig:
         if self.init_std is not None:
             check_number(owner, "init_std", self.init_std)
             if not (math.isfinite(self.init_std) and self.init_std >= 0):
-                raise ValueError(f"{owner}: `init_std` must be finite and at least 0, got {self.init_std}")
+                raise ValueError(
+                    f"{owner}: `init_std` must be finite and at least 0, got {self.init_std}; leave it out for dim ** "
+                    "-0.5"
+                )
         check_memory(owner, self.location, self.cache_load_factor, self.cache_algorithm)
 
     @property
@@ -221,15 +231,18 @@ class SparseOptimizerConfig:
         for argument in ("learning_rate", "weight_decay"):
             value = getattr(self, argument)
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{owner}: `{argument}` must be finite and at least 0, got {value}")
+                raise ValueError(
+                    f"{owner}: `{argument}` must be finite and at least 0, got {value}; {_default(argument)}"
+                )
         if not (math.isfinite(self.eps) and self.eps > 0):
             raise ValueError(
-                f"{owner}: `eps` must be finite and above 0 (rows without gradient divide by it), got {self.eps}"
+                f"{owner}: `eps` must be finite and above 0 (rows without gradient divide by it), got {self.eps}; "
+                f"{_default('eps')}"
             )
         for argument in ("beta1", "beta2"):
             value = getattr(self, argument)
             if not 0 <= value < 1:
-                raise ValueError(f"{owner}: `{argument}` must lie in [0, 1), got {value}")
+                raise ValueError(f"{owner}: `{argument}` must lie in [0, 1), got {value}; {_default(argument)}")
         for argument, default in (("beta1", 0.9), ("beta2", 0.999)):
             value = getattr(self, argument)
             if value != default and self.kind != "adam":
@@ -242,3 +255,8 @@ class SparseOptimizerConfig:
                 f"{owner}: `weight_decay` must be 0 for kind {self.kind!r}, got {self.weight_decay}; "
                 "fbgemm decays weights under adam and rowwise_adagrad only"
             )
+
+
+def _default(argument: str) -> str:
+    (default,) = (field.default for field in fields(SparseOptimizerConfig) if field.name == argument)
+    return f"the default is {default}"

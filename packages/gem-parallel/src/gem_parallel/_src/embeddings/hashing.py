@@ -34,10 +34,11 @@ def mix64(words: Tensor) -> Tensor:
 
 
 def to_int64(dtype: torch.dtype) -> str:
-    """What to do about ids of another dtype: ``.long()`` where it changes no id."""
+    """What to do about ids, offsets and lengths of another dtype: ``.long()`` where it changes none."""
     if dtype.is_floating_point or dtype.is_complex:
         return (
-            "keep ids as int64 from where they are read, as .long() would cut fractions and not bring back lost digits"
+            "keep integers as int64 from where they are read, as .long() would cut fractions and not bring back lost "
+            "digits"
         )
     return "use .long()"
 
@@ -62,7 +63,7 @@ def hash_ids(values: Tensor, num_rows: int) -> Tensor:
         ValueError: ``num_rows`` is below 1 or above 2 ** 60.
     """
     if not isinstance(values, Tensor):
-        raise TypeError(f"hash_ids: `values` must be a Tensor, got {type(values).__name__}")
+        raise TypeError(f"hash_ids: `values` must be a Tensor, got {type(values).__name__}; pass torch.tensor(values)")
     if values.dtype != torch.int64:
         raise TypeError(f"hash_ids: `values` must be int64, got {values.dtype}; {to_int64(values.dtype)}")
     check_integer("hash_ids", "num_rows", num_rows, 1, MAX_ROWS)

@@ -110,16 +110,14 @@ def check_device(what: str, tensor: Tensor, device: torch.device) -> None:
 def check_packed(what: str, tensor: object, dtypes: tuple[torch.dtype, ...] = (torch.int64,)) -> None:
     """Raise unless ``tensor`` is a dense one with one dim and one of ``dtypes``."""
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{what} must be a Tensor, got {type(tensor).__name__}")
+        raise TypeError(f"{what} must be a Tensor, got {type(tensor).__name__}; pass torch.tensor")
     if tensor.dtype not in dtypes:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        is_ids = dtypes == (torch.int64,) or not tensor.is_floating_point()
-        remedy = to_int64(tensor.dtype) if is_ids else "count events in integers from where they are read"
-        raise TypeError(f"{what} must be {names}, got {tensor.dtype}; {remedy}")
+        raise TypeError(f"{what} must be {names}, got {tensor.dtype}; {to_int64(tensor.dtype)}")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{what} must be a dense tensor, got one of layout {tensor.layout}; use .to_dense()")
     if tensor.dim() != 1:
-        raise ValueError(f"{what} must have one dim, got shape {tuple(tensor.shape)}")
+        raise ValueError(f"{what} must have one dim, got shape {tuple(tensor.shape)}; flatten it")
 
 
 def describe_offsets(feature: str, got: str) -> str:
@@ -150,14 +148,18 @@ def check_feature(name: str, pair: object, device: torch.device) -> tuple[Tensor
     """What the host can check: a pair of one-dimensional int64 tensors on the module's device."""
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         size = f" of {len(pair)}" if isinstance(pair, tuple | list) else ""
-        raise TypeError(f"exchange: `ids[{name!r}]` must be a pair (values, offsets), got {type(pair).__name__}{size}")
+        raise TypeError(
+            f"exchange: `ids[{name!r}]` must be a pair (values, offsets), got {type(pair).__name__}{size}; pass both "
+            "as a tuple"
+        )
     for argument, tensor in zip(("values", "offsets"), pair, strict=True):
         check_packed(f"exchange: {argument} of feature {name!r}", tensor)
         check_device(f"{argument} of feature {name!r}", tensor, device)
     values, offsets = pair
     if offsets.numel() == 0:
         raise ValueError(
-            f"exchange: offsets of feature {name!r} must hold num_bags + 1 values, the first 0, got an empty tensor"
+            f"exchange: offsets of feature {name!r} must hold num_bags + 1 values, the first 0, got an empty tensor; "
+            "pass zeros for empty bags"
         )
     return values, offsets
 

@@ -50,7 +50,7 @@ class KeyedJaggedIds:
         check_packed("KeyedJaggedIds: `values`", values)
         if (offsets is None) is (lengths is None):
             given = "neither" if offsets is None else "both"
-            raise ValueError(f"KeyedJaggedIds: give `offsets` or `lengths`, and not both, got {given}")
+            raise ValueError(f"KeyedJaggedIds: `offsets` or `lengths` must be given, got {given}; give one of them")
         if offsets is None:
             assert lengths is not None
             check_packed("KeyedJaggedIds: `lengths`", lengths, (torch.int64, torch.int32))
@@ -61,7 +61,7 @@ class KeyedJaggedIds:
         if offsets.device != values.device:
             raise ValueError(
                 f"KeyedJaggedIds: `values` and {'`offsets`' if lengths is None else '`lengths`'} must be on one "
-                f"device, got {values.device} and {offsets.device}"
+                f"device, got {values.device} and {offsets.device}; move one"
             )
         self.num_bags, rest = divmod(offsets.numel() - 1, len(self.keys))
         if rest or offsets.numel() == 0:
@@ -129,18 +129,26 @@ def _checked_keys(keys: object) -> tuple[str, ...]:
     found = tuple(keys)
     if set(map(type, found)) - {str}:
         wrong = next(each for each in found if type(each) is not str)
-        raise TypeError(f"KeyedJaggedIds: `keys` must be str, got {type(wrong).__name__}")
+        raise TypeError(f"KeyedJaggedIds: `keys` must be str, got {type(wrong).__name__}; pass names")
     if not found:
         raise ValueError("KeyedJaggedIds: `keys` must name at least one feature, got none; for no features pass {}")
     if len(set(found)) < len(found):
         twice = next(key for key in found if found.count(key) > 1)
-        raise ValueError(f"KeyedJaggedIds: `keys` must be distinct, got {twice!r} {found.count(twice)} times")
+        raise ValueError(
+            f"KeyedJaggedIds: `keys` must be distinct, got {twice!r} {found.count(twice)} times; rename one"
+        )
     return found
 
 
 def _check_lengths(lengths: Tensor, num_values: int) -> None:
     if lengths.numel() and int(lengths.min()) < 0:
         at = int(lengths.argmin())
-        raise ValueError(f"KeyedJaggedIds: `lengths` must be at least 0, got {int(lengths[at])} at place {at}")
+        raise ValueError(
+            f"KeyedJaggedIds: `lengths` must be at least 0, got {int(lengths[at])} at place {at}; use 0 for an empty "
+            "bag"
+        )
     if (total := int(lengths.sum())) != num_values:
-        raise ValueError(f"KeyedJaggedIds: `lengths` must sum to the number of values, {num_values}, got {total}")
+        raise ValueError(
+            f"KeyedJaggedIds: `lengths` must sum to the number of values, {num_values}, got {total}; pass the values "
+            "of these bags"
+        )

@@ -313,7 +313,10 @@ class ShardedEmbeddings(nn.Module):
         """
         check_pending("start_lookup", pending, self)
         if pending.started is not None:
-            raise ValueError("start_lookup: `pending` must be a batch that was not looked up, got one that was")
+            raise ValueError(
+                "start_lookup: `pending` must be a batch that was not looked up, got one that was; exchange the next "
+                "one"
+            )
         if self._local is None:
             self._settle(pending)
         for work in pending.works:
@@ -412,7 +415,9 @@ class ShardedEmbeddings(nn.Module):
             self.start_lookup(pending)
         started: Started = pending.started
         if started.done:
-            raise ValueError(f"{function}: `pending` must be a batch that was not looked up, got one that was")
+            raise ValueError(
+                f"{function}: `pending` must be a batch that was not looked up, got one that was; exchange the next one"
+            )
         started.done = True
         return started
 
@@ -446,7 +451,10 @@ class ShardedEmbeddings(nn.Module):
         check_number("set_learning_rate", "learning_rate", learning_rate)
         learning_rate = float(learning_rate)
         if not learning_rate >= 0 or learning_rate == float("inf"):
-            raise ValueError(f"set_learning_rate: `learning_rate` must be finite and at least 0, got {learning_rate}")
+            raise ValueError(
+                f"set_learning_rate: `learning_rate` must be finite and at least 0, got {learning_rate}; pass such a "
+                "number"
+            )
         self._learning_rate = learning_rate
         for engines in self._engines:
             for engine in engines:
@@ -534,7 +542,9 @@ class ShardedEmbeddings(nn.Module):
             ValueError: ``assign``.
         """
         if assign:
-            raise ValueError("load_state_dict: `assign` must be False, as fbgemm holds the tables, got True")
+            raise ValueError(
+                "load_state_dict: `assign` must be False, as fbgemm holds the tables, got True; leave it out"
+            )
         self._refuses_other_keys = strict
         try:
             return super().load_state_dict(state_dict, strict=strict)

@@ -51,10 +51,15 @@ def check_ranks(function: str, num_gpus: int) -> None:
 def _require(owner: str, name: str, value: object, *, low: float, integer: bool = False) -> None:
     kinds: tuple[type, ...] = (int,) if integer else (int, float)
     if isinstance(value, bool) or not isinstance(value, kinds):
-        raise TypeError(f"{owner}: `{name}` must be {'an int' if integer else 'a number'}, got {type(value).__name__}")
+        raise TypeError(
+            f"{owner}: `{name}` must be {'an int' if integer else 'a number'}, got {type(value).__name__}; pass a "
+            "number"
+        )
     assert isinstance(value, (int, float))
     if not math.isfinite(value) or value < low:
-        raise ValueError(f"{owner}: `{name}` must be finite and at least {low}, got {value}")
+        raise ValueError(
+            f"{owner}: `{name}` must be finite and at least {low}, got {value}; pass a number in this range"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,14 +95,16 @@ class DenseUnit:
     def __post_init__(self) -> None:
         owner = f"DenseUnit {self.name!r}"
         if not isinstance(self.name, str):
-            raise TypeError(f"DenseUnit: `name` must be a str, got {type(self.name).__name__}")
+            raise TypeError(f"DenseUnit: `name` must be a str, got {type(self.name).__name__}; give a name")
         if not isinstance(self.shapes, tuple):
-            raise TypeError(f"{owner}: `shapes` must be a tuple of shapes, got {type(self.shapes).__name__}")
+            raise TypeError(
+                f"{owner}: `shapes` must be a tuple of shapes, got {type(self.shapes).__name__}; put them in a tuple"
+            )
         for shape in self.shapes:
             if not isinstance(shape, tuple) or not shape or not all(isinstance(n, int) and n > 0 for n in shape):
                 raise ValueError(
                     f"{owner}: `shapes` must hold tuples of positive ints, none of them empty (FSDP refuses scalars), "
-                    f"got {shape!r}"
+                    f"got {shape!r}; give the shapes of the parameters"
                 )
         for name in (
             "gemm_flops",
@@ -161,24 +168,33 @@ class SparseTable:
             _require(owner, name, getattr(self, name), low=0)
         _require(owner, "unique_fraction", self.unique_fraction, low=0)
         if self.unique_fraction > 1:
-            raise ValueError(f"{owner}: `unique_fraction` must be at most 1, got {self.unique_fraction}")
+            raise ValueError(
+                f"{owner}: `unique_fraction` must be at most 1, got {self.unique_fraction}; it is distinct ids / ids"
+            )
         if self.pooling not in ("sum", "mean", "none"):
-            raise ValueError(f"{owner}: `pooling` must be one of sum, mean, none, got {self.pooling!r}")
+            raise ValueError(
+                f"{owner}: `pooling` must be one of sum, mean, none, got {self.pooling!r}; name one of them"
+            )
         if self.weight_bytes not in (2, 4):
-            raise ValueError(f"{owner}: `weight_bytes` must be 2 or 4, got {self.weight_bytes}")
+            raise ValueError(f"{owner}: `weight_bytes` must be 2 or 4, got {self.weight_bytes}; 4 is float32")
         if self.kind not in TABLE_KINDS:
-            raise ValueError(f"{owner}: `kind` must be one of {', '.join(TABLE_KINDS)}, got {self.kind!r}")
+            raise ValueError(
+                f"{owner}: `kind` must be one of {', '.join(TABLE_KINDS)}, got {self.kind!r}; name one of them"
+            )
         # What auto may make of the table has a cache.
         location = "uvm_caching" if self.location == "auto" else self.location
         check_memory(owner, location, self.cache_load_factor, self.cache_algorithm)
         if self.cache_hit_rate is not None:
             _require(owner, "cache_hit_rate", self.cache_hit_rate, low=0)
             if self.cache_hit_rate > 1:
-                raise ValueError(f"{owner}: `cache_hit_rate` must be at most 1, got {self.cache_hit_rate}")
+                raise ValueError(
+                    f"{owner}: `cache_hit_rate` must be at most 1, got {self.cache_hit_rate}; it is ids in the cache / "
+                    "ids"
+                )
             if location != "uvm_caching":
                 raise ValueError(
-                    f"{owner}: `cache_hit_rate` must be left out for location {location!r}, which has no cache, "
-                    f"got {self.cache_hit_rate}"
+                    f"{owner}: `cache_hit_rate` must be left out for location {location!r}, which has no cache, got "
+                    f"{self.cache_hit_rate}; use location='uvm_caching'"
                 )
 
     @property
@@ -225,13 +241,18 @@ class ModelDescription:
         for argument, kind in (("units", DenseUnit), ("tables", SparseTable)):
             values = getattr(self, argument)
             if not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values):
-                raise TypeError(f"ModelDescription: `{argument}` must be a tuple of {kind.__name__}, got {values!r}")
+                raise TypeError(
+                    f"ModelDescription: `{argument}` must be a tuple of {kind.__name__}, got {values!r}; put them in a "
+                    "tuple"
+                )
             names = [value.name for value in values]
             repeated = sorted({name for name in names if names.count(name) > 1}) if len(names) < 4096 else []
             if repeated:
-                raise ValueError(f"ModelDescription: names in `{argument}` must be unique, got {repeated} twice")
+                raise ValueError(
+                    f"ModelDescription: names in `{argument}` must be unique, got {repeated} twice; rename one"
+                )
         if not self.units:
-            raise ValueError("ModelDescription: `units` must hold at least one DenseUnit, got none")
+            raise ValueError("ModelDescription: `units` must hold at least one DenseUnit, got none; add one")
 
     @property
     def num_dense_parameters(self) -> int:
@@ -283,27 +304,32 @@ class Workload:
         _require(owner, "samples_per_rank", self.samples_per_rank, low=1, integer=True)
         if self.samples_per_rank > MAX_SAMPLES:
             raise ValueError(
-                f"{owner}: `samples_per_rank` must be at most {MAX_SAMPLES:,}, got {self.samples_per_rank:,}"
+                f"{owner}: `samples_per_rank` must be at most {MAX_SAMPLES:,}, got {self.samples_per_rank:,}; plan a "
+                "smaller batch"
             )
         for name in ("gather_bytes", "reduce_bytes", "row_bytes"):
             if getattr(self, name) not in (1, 2, 4):
-                raise ValueError(f"{owner}: `{name}` must be 1, 2 or 4, got {getattr(self, name)}")
+                raise ValueError(f"{owner}: `{name}` must be 1, 2 or 4, got {getattr(self, name)}; 4 is float32")
         if self.param_wire is not None:
             check_wire(owner, self.param_wire)
         if self.table_gather not in ("tables", "rows"):
-            raise ValueError(f"{owner}: `table_gather` must be one of tables, rows, got {self.table_gather!r}")
+            raise ValueError(
+                f"{owner}: `table_gather` must be one of tables, rows, got {self.table_gather!r}; name one of them"
+            )
         _require(owner, "dense_state_bytes", self.dense_state_bytes, low=0, integer=True)
         if self.sparse_optimizer not in ("rowwise_adagrad", "adagrad", "adam", "sgd"):
             raise ValueError(
-                f"{owner}: `sparse_optimizer` must be one of rowwise_adagrad, adagrad, adam, sgd, "
-                f"got {self.sparse_optimizer!r}"
+                f"{owner}: `sparse_optimizer` must be one of rowwise_adagrad, adagrad, adam, sgd, got "
+                f"{self.sparse_optimizer!r}; name one of them"
             )
         _require(owner, "imbalance", self.imbalance, low=1)
         for name in ("recompute", "contention"):
             value = getattr(self, name)
             _require(owner, name, value, low=0)
             if value > 1 or (name == "contention" and value == 1):
-                raise ValueError(f"{owner}: `{name}` must be below 1{' or 1' * (name == 'recompute')}, got {value}")
+                raise ValueError(
+                    f"{owner}: `{name}` must be below 1{' or 1' * (name == 'recompute')}, got {value}; it is a share"
+                )
 
     def state_bytes(self, table: SparseTable) -> int:
         """Optimizer state of one row of a table."""

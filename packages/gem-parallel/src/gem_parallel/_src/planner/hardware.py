@@ -36,11 +36,13 @@ class Rate:
 
     def __post_init__(self) -> None:
         if isinstance(self.value, bool) or not isinstance(self.value, (int, float)):
-            raise TypeError(f"Rate: `value` must be a number, got {type(self.value).__name__}")
+            raise TypeError(f"Rate: `value` must be a number, got {type(self.value).__name__}; pass a float")
         if not (math.isfinite(self.value) and self.value > 0):
-            raise ValueError(f"Rate: `value` must be finite and above 0, got {self.value}")
+            raise ValueError(f"Rate: `value` must be finite and above 0, got {self.value}; measure it")
         if not isinstance(self.source, str) or not self.source:
-            raise ValueError(f"Rate: `source` must say where {self.value} was measured, got {self.source!r}")
+            raise ValueError(
+                f"Rate: `source` must say where {self.value} was measured, got {self.source!r}; write where it is from"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,10 +110,13 @@ class Hardware:
                 f"Hardware.load: {path} must hold a JSON object with a field for each rate, got a "
                 f"{_JSON[type(values)]}; begin with a copy of {Path(__file__).with_name('nvidia-h200.json')}"
             )
-        for what, names in (("hold", expected - set(values)), ("not hold", set(values) - expected)):
+        for rule, got, names in (
+            ("hold", "none", expected - set(values)),
+            ("not hold", "them", set(values) - expected),
+        ):
             if names:
                 raise ValueError(
-                    f"Hardware.load: {path} must {what} {', '.join(sorted(names))}; the fields are "
+                    f"Hardware.load: {path} must {rule} {', '.join(sorted(names))}, got {got}; the fields are "
                     f"{', '.join(sorted(expected))}"
                 )
         try:
@@ -125,11 +130,15 @@ class Hardware:
             }
             rates: dict[str, Any] = {name: Rate(**values[name]) for name in _RATES}
         except (TypeError, KeyError) as error:
-            raise ValueError(f"Hardware.load: {path}: every rate must hold value and source only ({error})") from error
+            raise ValueError(
+                f"Hardware.load: {path}: every rate must hold value and source only, got an entry of others ({error}); "
+                "correct it"
+            ) from error
         for name, found in by_width.items():
             if not found or len({width for width, _ in found}) != len(found) or found[0][0] < 1:
                 raise ValueError(
-                    f"Hardware.load: {path}: `{name}` must hold rates at different widths, got {len(found)}"
+                    f"Hardware.load: {path}: `{name}` must hold rates at different widths, got {len(found)}; list one "
+                    "rate per width"
                 )
         return cls(name=str(values["name"]), **by_width, **rates)
 
