@@ -154,10 +154,10 @@ def _check(
         raise ValueError(f"random_batch: `mean_length` must be >= 0 events and finite, got {mean_length}; shorten it.")
     if lengths is None:
         return
-    for name, value, default in (("mean_length", mean_length, MEAN_LENGTH), ("max_length", max_length, MAX_LENGTH)):
-        if value != default:
+    for name, given, default in (("mean_length", mean_length, MEAN_LENGTH), ("max_length", max_length, MAX_LENGTH)):
+        if given != default:
             raise ValueError(
-                f"random_batch: `{name}` must be left out with `lengths`, which draws none, got {value}; give one of "
+                f"random_batch: `{name}` must be left out with `lengths`, which draws none, got {given}; give one of "
                 "the two."
             )
     if not isinstance(lengths, Mapping):
