@@ -20,6 +20,9 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import sass
+from assembler_faults import stray_descriptors, undefined_reads
+
 MAX_WORKERS = 8
 
 
@@ -48,37 +51,13 @@ def resources(cubin: bytes, cuobjdump: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-_ADD_LOW = re.compile(r"UIADD3 UR\d+, (?P<carry>UP\d), (?P<terms>.*)")
-_ADD_HIGH = re.compile(r"UIADD3\.X UR\d+, (?P<terms>.*), (?P<carry>UP\d),")
-_WRITES = re.compile(r"(?P<opcode>U\S+|S2UR|R2UR)\s+UR(?P<index>\d+),")
-
-
-def broken_additions(cubin: bytes, nvdisasm: str) -> list[str]:
-    """64-bit additions of uniform registers that take one register as both halves of a term.
-
-    ptxas 12.8, which Triton 3.6 brings for sm_90, makes them: where two matrix products find operands at one place in
-    shared memory in different swizzles, the upper half of the second descriptor, which is 0, becomes whatever a
-    register holds, and the product reads from elsewhere. ptxas 12.9 writes the 0 in between.
-    """
+def machine_code(cubin: bytes, nvdisasm: str) -> list[sass.Instruction]:
+    """The instructions of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([nvdisasm, "-c", file.name], check=True, capture_output=True, text=True).stdout
-    broken = []
-    lows: dict[str, set[str]] = {}  # by carry: registers of the lower half, unchanged since
-    for line in text.splitlines():
-        high = _ADD_HIGH.search(line)
-        if high and lows.get(high["carry"], set()) & set(re.findall(r"UR\d+", high["terms"])):
-            broken.append(line.strip())
-        low = _ADD_LOW.search(line)
-        write = _WRITES.search(line)
-        if write:
-            first = int(write["index"])
-            written = {f"UR{first + i}" for i in range(2 if ".64" in write["opcode"] else 1)}
-            lows = {carry: registers - written for carry, registers in lows.items()}
-        if low:
-            lows[low["carry"]] = set(re.findall(r"UR\d+", low["terms"]))
-    return broken
+        listing = subprocess.run([nvdisasm, "-c", file.name], check=True, capture_output=True, text=True).stdout
+    return sass.instructions(listing)
 
 
 def compile_spec(module_name: str, index: int) -> list[dict[str, object]]:
@@ -110,7 +89,10 @@ def compile_spec(module_name: str, index: int) -> list[dict[str, object]]:
             row["shared_bytes"] = kernel.metadata.shared
             cubin = kernel.asm["cubin"]
             row["registers"], row["spill_bytes"] = resources(cubin, triton.knobs.nvidia.cuobjdump.path)
-            row["broken_additions"] = broken_additions(cubin, triton.knobs.nvidia.nvdisasm.path)
+            if target == 90:
+                code = machine_code(cubin, triton.knobs.nvidia.nvdisasm.path)
+                row["undefined_reads"] = undefined_reads(code)
+                row["stray_descriptors"] = stray_descriptors(code)
         except Exception as error:
             row["error"] = f"{type(error).__name__}: {error}"[:2000]
         row["seconds"] = round(time.perf_counter() - start, 3)
