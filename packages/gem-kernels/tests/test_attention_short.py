@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from gem_kernels import jagged_attention
-from gem_kernels._src.attention.configs import SMALL, TileConfig
+from gem_kernels._src.attention.configs import TileConfig
 from gem_kernels._src.attention.pairing import Pairing
 from gem_kernels._src.jagged_attention.bias import Bias
 from gem_kernels._src.jagged_attention.configs import select
 from gem_kernels._src.jagged_attention.short import FEW_QUERIES, WINDOW, fit_pairs
+from gem_kernels._src.tables.attention import SMALL
 
 HOPPER = (9, 0)
 interpreted = pytest.mark.skipif(

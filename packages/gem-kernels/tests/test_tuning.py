@@ -19,7 +19,6 @@ from tuning_choices import DEFAULT, FAST, HERE, KEY, choice
 import gem_kernels
 from gem_kernels import tuning
 from gem_kernels.__main__ import choice_row
-from gem_kernels._src.attention.candidates import CANDIDATES
 from gem_kernels._src.attention.configs import TileConfig, fit_lengths, length_class
 from gem_kernels._src.attention.hopper.launch import portable_only
 from gem_kernels._src.conformance.cases import ConformanceCase
@@ -28,6 +27,7 @@ from gem_kernels._src.conformance.tune import agree, choose_fastest, tune
 from gem_kernels._src.gdpa import configs as gdpa_configs
 from gem_kernels._src.jagged_attention import configs as jagged_configs
 from gem_kernels._src.norm_linear import configs as linear_configs
+from gem_kernels._src.tables.attention import CANDIDATES
 from gem_kernels._src.tuning import choices, state
 from gem_kernels._src.tuning.choices import Key, StaleError
 from gem_kernels._src.tuning.state import Question, as_numbers, asking, choose, trying

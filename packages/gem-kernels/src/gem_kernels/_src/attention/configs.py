@@ -6,20 +6,14 @@ import functools
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from gem_kernels._src.override import replaced
+from gem_kernels._src.tables.attention import FLOAT32, LARGE, SMALL, Kernel, Sizes, Table
 from gem_kernels._src.tuning.choices import Key
 from gem_kernels._src.tuning.state import choose
-
-Kernel = Literal["forward", "dq", "dkdv", "dqdkdv"]
-"""``dqdkdv`` is the dK/dV kernel that writes dQ too."""
-Sizes = tuple[int, int, int, int]
-"""(block_m, block_n, num_warps, num_stages)."""
-Table = Mapping[Kernel, Mapping[int, Sizes]]
-"""Sizes by kernel and by the largest head dim they serve, in ascending order."""
 
 _SHARED_MEMORY_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}
 _SHARED_MEMORY_KIB_SMALL = 99
@@ -116,26 +110,6 @@ def precision_of(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-# Full float32 products run on the ordinary arithmetic units with operands in registers: small tiles, on every GPU.
-_FLOAT32: Table = {
-    "forward": {64: (32, 32, 4, 1), 256: (16, 16, 4, 1)},
-    "dq": {64: (32, 32, 4, 1), 256: (16, 16, 4, 1)},
-    "dkdv": {32: (32, 32, 4, 1), 256: (16, 16, 4, 1)},
-    "dqdkdv": {32: (32, 32, 4, 1), 128: (16, 16, 4, 1)},
-}
-LARGE: Table = {
-    "forward": {64: (128, 128, 8, 3), 96: (128, 64, 8, 3), 128: (128, 128, 8, 2), 256: (128, 64, 8, 2)},
-    "dq": {64: (128, 64, 8, 2), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
-    "dkdv": {64: (64, 128, 8, 2), 96: (32, 128, 8, 2), 128: (64, 128, 8, 2), 256: (16, 64, 8, 2)},
-    "dqdkdv": {64: (64, 128, 8, 2), 128: (32, 128, 8, 2)},
-}
-SMALL: Table = {
-    "forward": {64: (128, 64, 4, 2), 128: (128, 32, 8, 2), 256: (64, 32, 8, 1)},
-    "dq": {64: (64, 64, 4, 2), 128: (64, 32, 8, 2), 256: (32, 16, 4, 1)},
-    "dkdv": {64: (64, 64, 4, 2), 128: (32, 64, 8, 2), 256: (16, 32, 4, 1)},
-    "dqdkdv": {64: (64, 64, 4, 2), 128: (32, 64, 8, 1)},
-}
-"""What fits 99 KiB a block (sm_86, sm_89, sm_120), and so sm_80 as well."""
 MAX_HEAD_DIM_DQDKDV = 128
 """Wider tiles do not leave registers for a third gradient."""
 
@@ -154,7 +128,7 @@ def select_from(
     if kernel in _override:
         return _override[kernel]
     half = hopper if capability == (9, 0) else LARGE if shared_memory_bytes(capability) >= 227 * 1024 else SMALL
-    sizes = (_FLOAT32 if dtype == torch.float32 else half)[kernel]
+    sizes = (FLOAT32 if dtype == torch.float32 else half)[kernel]
     for limit, (block_m, block_n, num_warps, num_stages) in sizes.items():
         if head_dim <= limit:
             return TileConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)

@@ -13,12 +13,12 @@ from torch import Tensor
 from gem_kernels._src.attention.configs import (
     MAX_HEAD_DIM,
     MAX_HEAD_DIM_DQDKDV,
-    Kernel,
     TileConfig,
     power_of_two,
     precision_of,
 )
 from gem_kernels._src.attention.reuse import once
+from gem_kernels._src.tables.attention import Kernel
 
 _MAX_GRID = 2**31 - 1
 _MAX_WINDOW = 2**30

@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 
-from gem_kernels._src.attention.candidates import CANDIDATES
 from gem_kernels._src.attention.configs import (
     MAX_HEAD_DIM,
     MAX_HEAD_DIM_DQDKDV,
-    Kernel,
     TileConfig,
     power_of_two,
     precision_of,
 )
 from gem_kernels._src.compile_spec import CompileSpec
+from gem_kernels._src.tables.attention import CANDIDATES, Kernel
 
 TRITON_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 _MAX_SPILL_BYTES = 160

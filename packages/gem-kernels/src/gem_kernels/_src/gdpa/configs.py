@@ -6,24 +6,14 @@ from dataclasses import replace
 
 import torch
 
-from gem_kernels._src.attention.candidates import CANDIDATES
 from gem_kernels._src.attention.configs import (
-    Kernel,
-    Table,
     TileConfig,
     fit_lengths,
     power_of_two,
     select_from,
     with_candidates,
 )
-
-HOPPER: Table = {
-    "forward": {128: (64, 64, 4, 3), 256: (128, 64, 8, 2)},
-    "dq": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 32, 8, 2)},
-    "dkdv": {64: (32, 64, 4, 3), 96: (32, 128, 8, 2), 128: (64, 128, 8, 2), 256: (16, 64, 8, 2)},
-    "dqdkdv": {64: (64, 128, 8, 2), 128: (32, 128, 8, 2)},
-}
-"""What calls take that Hopper's own kernels do not serve: timed with masks."""
+from gem_kernels._src.tables.attention import CANDIDATES, HOPPER, Kernel
 
 
 def select(kernel: Kernel, head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> TileConfig:
@@ -32,7 +22,7 @@ def select(kernel: Kernel, head_dim: int, dtype: torch.dtype, capability: tuple[
     ``head_dim`` is the larger of D and D_v. Afterwards the lengths choose what tuning found for them, and shrink tiles
     that are longer (``fit_lengths``).
     """
-    config = select_from(kernel, head_dim, dtype, capability, hopper=HOPPER)
+    config = select_from(kernel, head_dim, dtype, capability, hopper=HOPPER["gdpa"])
     return with_candidates(config, "gdpa", kernel, head_dim, dtype, capability, CANDIDATES)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from gem_kernels._src.attention.configs import Kernel
 from gem_kernels._src.attention.specs import TRITON_NAMES, attention_spec, compiled_sizes
 from gem_kernels._src.compile_spec import CompileSpec
 from gem_kernels._src.gdpa.backward import _gdpa_bwd_dkdv_kernel
@@ -15,6 +14,7 @@ from gem_kernels._src.gdpa.backward_dq import _gdpa_bwd_dq_kernel, _gdpa_bwd_dq_
 from gem_kernels._src.gdpa.configs import select_fitting
 from gem_kernels._src.gdpa.forward import _gdpa_fwd_kernel
 from gem_kernels._src.gdpa.names import ACTIVATION_NAMES
+from gem_kernels._src.tables.attention import Kernel
 from gem_kernels._src.tiles.activation import activation_pair
 
 _KERNELS: dict[Kernel, Any] = {

@@ -6,16 +6,8 @@ import dataclasses
 
 import torch
 
-from gem_kernels._src.attention.candidates import CANDIDATES
-from gem_kernels._src.attention.configs import Kernel, Table, TileConfig, select_from, with_candidates
-
-HOPPER: Table = {
-    "forward": {128: (64, 64, 4, 3), 256: (128, 64, 8, 2)},
-    "dq": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 32, 8, 2)},
-    "dkdv": {64: (32, 64, 4, 3), 128: (32, 64, 4, 3), 256: (16, 64, 8, 2)},
-    "dqdkdv": {64: (64, 128, 8, 2), 128: (32, 128, 8, 2)},
-}
-"""What calls take that Hopper's own kernels do not serve: timed with masks."""
+from gem_kernels._src.attention.configs import TileConfig, select_from, with_candidates
+from gem_kernels._src.tables.attention import CANDIDATES, HOPPER, Kernel
 
 
 def select(
@@ -36,7 +28,7 @@ def select(
     keys (``shared_rows``) in the backward, the more so where they live across a loop over the query sequences of a
     request (``requests``).
     """
-    config = select_from(kernel, head_dim, dtype, capability, hopper=HOPPER)
+    config = select_from(kernel, head_dim, dtype, capability, hopper=HOPPER["jagged_attention"])
     block_m, block_n = config.block_m, config.block_n
     if has_bias or (shared_rows and kernel != "forward" and head_dim > 64):
         if kernel in ("forward", "dq"):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gem_kernels._src.attention.configs import Kernel, Sizes, TileConfig
+from gem_kernels._src.attention.configs import TileConfig
 from gem_kernels._src.attention.pairing import Pairing
 from gem_kernels._src.jagged_attention.bias import Bias
+from gem_kernels._src.tables.attention import Kernel, Sizes
 
 MAX_WINDOW = 256
 """Keys beside the query that a short window holds, both sides together."""

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from gem_kernels._src.attention.configs import Kernel, Sizes, TileConfig
+from gem_kernels._src.attention.configs import TileConfig
 from gem_kernels._src.attention.specs import attention_spec
 from gem_kernels._src.compile_spec import CompileSpec
 from gem_kernels._src.jagged_attention.short import FEW_QUERIES, WINDOW
 from gem_kernels._src.jagged_attention.specs import _KERNELS, _bias_flags, _with_types
+from gem_kernels._src.tables.attention import Kernel, Sizes
 
 
 def _spec(kernel: Kernel, dim: int, sizes: Sizes, target: int, *, window: bool) -> CompileSpec:

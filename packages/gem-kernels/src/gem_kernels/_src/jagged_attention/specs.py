@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from gem_kernels._src.attention.configs import Kernel, TileConfig, fit_lengths, power_of_two
+from gem_kernels._src.attention.configs import TileConfig, fit_lengths, power_of_two
 from gem_kernels._src.attention.specs import TRITON_NAMES, attention_spec, compiled_sizes
 from gem_kernels._src.compile_spec import CompileSpec
 from gem_kernels._src.jagged_attention.backward import DELTA_ROWS, _jagged_attention_bwd_delta_kernel
@@ -24,6 +24,7 @@ from gem_kernels._src.jagged_attention.tables import (
     _jagged_attention_bwd_time_kernel,
     select_table,
 )
+from gem_kernels._src.tables.attention import Kernel
 
 _KERNELS: dict[Kernel, Any] = {
     "forward": _jagged_attention_fwd_kernel,

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from gem_kernels._src.attention.configs import Kernel
 from gem_kernels._src.attention.specs import alternatives, attention_spec
 from gem_kernels._src.compile_spec import CompileSpec
 from gem_kernels._src.jagged_attention.configs import select
 from gem_kernels._src.jagged_attention.specs import _KERNELS, _bias_flags, _with_types
+from gem_kernels._src.tables.attention import Kernel
 
 
 def _kinds(kernel: Kernel, dim: int) -> Iterator[tuple[str, dict[str, Any]]]:

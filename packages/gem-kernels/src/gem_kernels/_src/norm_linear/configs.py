@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal
 
 from gem_kernels._src.attention.configs import power_of_two, shared_memory_bytes
 from gem_kernels._src.override import replaced
+from gem_kernels._src.tables.norm_linear import CANDIDATES, LARGE, SMALL, Kernel, MatmulConfig
 from gem_kernels._src.tuning.choices import Key
 from gem_kernels._src.tuning.state import choose
 
-Kernel = Literal["rmsnorm_linear", "linear_norm"]
 MAX_FUSED_NORM = 512
 """Features of a norm whose whole rows one program of the matmul holds."""
 MAX_NORM = 16384
@@ -20,21 +19,6 @@ MAX_NORM = 16384
 _ROW_ELEMENTS = 4096
 """Elements of a tile of whole rows."""
 _BACKWARD_ROW_ELEMENTS = 1024
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MatmulConfig:
-    """Shape of one program of a matmul, and how Triton runs it."""
-
-    block_m: int
-    """Rows of x."""
-    block_n: int
-    """Rows of the weight at a time, which are columns of the output."""
-    block_k: int
-    """Features of the input at a time."""
-    num_warps: int
-    num_stages: int
-    """Depth of the load pipeline over the input features."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,22 +31,6 @@ class RowConfig:
     num_warps: int
 
 
-LARGE: dict[Kernel, MatmulConfig] = {
-    "rmsnorm_linear": MatmulConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3),
-    "linear_norm": MatmulConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=3),
-}
-SMALL: dict[Kernel, MatmulConfig] = {
-    "rmsnorm_linear": MatmulConfig(block_m=128, block_n=128, block_k=32, num_warps=8, num_stages=3),
-    "linear_norm": MatmulConfig(block_m=64, block_n=256, block_k=32, num_warps=8, num_stages=3),
-}
-CANDIDATES: dict[Kernel, tuple[MatmulConfig, ...]] = {
-    "rmsnorm_linear": (
-        MatmulConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3),
-        MatmulConfig(block_m=64, block_n=256, block_k=64, num_warps=4, num_stages=3),
-    ),
-    "linear_norm": (MatmulConfig(block_m=64, block_n=256, block_k=64, num_warps=8, num_stages=3),),
-}
-"""What ``python -m gem_kernels warm`` times beside ``LARGE``; few, and all built by the compile test."""
 _override: dict[Kernel, MatmulConfig] = {}
 
 

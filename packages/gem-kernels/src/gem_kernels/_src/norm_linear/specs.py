@@ -10,9 +10,10 @@ import torch
 from gem_kernels._src.attention.configs import precision_of
 from gem_kernels._src.attention.specs import TRITON_NAMES
 from gem_kernels._src.compile_spec import CompileSpec
-from gem_kernels._src.norm_linear.configs import MAX_NORM, MatmulConfig, select, select_backward_rows, select_rows
+from gem_kernels._src.norm_linear.configs import MAX_NORM, select, select_backward_rows, select_rows
 from gem_kernels._src.norm_linear.matmul import _linear_norm_fwd_kernel, _rmsnorm_linear_fwd_kernel
 from gem_kernels._src.norm_linear.rows import _norm_rows_bwd_kernel, _norm_rows_kernel
+from gem_kernels._src.tables.norm_linear import MatmulConfig
 
 _MAX_SPILL_BYTES = 896
 """Per thread, of the matmul that holds a row in two products; once per 128 rows, a fifth of what it reads."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gem_kernels._src.compile_spec import CompileSpec
-from gem_kernels._src.norm_linear.configs import CANDIDATES
 from gem_kernels._src.norm_linear.matmul import _linear_norm_fwd_kernel, _rmsnorm_linear_fwd_kernel
 from gem_kernels._src.norm_linear.specs import _matmul_spec
+from gem_kernels._src.tables.norm_linear import CANDIDATES
 
 _KERNELS = {"rmsnorm_linear": _rmsnorm_linear_fwd_kernel, "linear_norm": _linear_norm_fwd_kernel}
 

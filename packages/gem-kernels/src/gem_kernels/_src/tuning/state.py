@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from gem_kernels._src.override import replaced
+from gem_kernels._src.tables import attention, norm_linear
 from gem_kernels._src.tuning.choices import Choice, Key, MadeFor, StaleError, file_name, read
 from gem_kernels._version import __version__
 
@@ -93,13 +94,8 @@ def made_for(device: int | torch.device | None = None) -> MadeFor:
 
 def candidates_digest() -> str:
     """Hash of the tables of configurations."""
-    from gem_kernels._src.attention.candidates import CANDIDATES
-    from gem_kernels._src.attention.configs import LARGE
-    from gem_kernels._src.gdpa import configs as gdpa
-    from gem_kernels._src.jagged_attention import configs as jagged_attention
-    from gem_kernels._src.norm_linear import configs as norm_linear
-
-    tables = (CANDIDATES, gdpa.HOPPER, jagged_attention.HOPPER, LARGE, norm_linear.LARGE, norm_linear.CANDIDATES)
+    hopper = (attention.HOPPER["gdpa"], attention.HOPPER["jagged_attention"])
+    tables = (attention.CANDIDATES, *hopper, attention.LARGE, norm_linear.LARGE, norm_linear.CANDIDATES)
     return hashlib.sha256(repr(tables).encode()).hexdigest()[:16]
 
 
