@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.metadata
-import importlib.util
 import re
 import warnings
 from functools import cache
@@ -13,6 +12,7 @@ from functools import cache
 import torch
 
 from gem_parallel._src.collectives.choose import collectives_status
+from gem_parallel._src.optional import has_triton
 from gem_parallel._src.status import FeatureStatus
 
 __all__ = ["FeatureStatus", "engine_report", "require_fbgemm"]
@@ -114,7 +114,7 @@ def _cuda_status(fbgemm: FeatureStatus) -> FeatureStatus:
 
 def _kernel_status() -> FeatureStatus:
     name = "batch_layout_kernel"
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return FeatureStatus(
             feature=name,
             available=False,

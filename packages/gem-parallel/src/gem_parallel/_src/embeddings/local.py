@@ -8,7 +8,6 @@ but valid rows was read, and nothing was written.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
@@ -25,6 +24,7 @@ from gem_parallel._src.embeddings.layout import Group
 from gem_parallel._src.embeddings.pending import LocalBatch
 from gem_parallel._src.embeddings.transfer import Flag
 from gem_parallel._src.embeddings.unit_layout import Unit
+from gem_parallel._src.optional import has_triton
 
 __all__ = ["LocalPath", "make_local"]
 
@@ -175,7 +175,7 @@ class LocalPath:
 
 def lays_out_by_kernel(device: torch.device) -> bool:
     """Whether one kernel lays a batch out, or torch's operators do."""
-    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    return device.type == "cuda" and has_triton()
 
 
 def _unit(group: Group, engine: CombinedEngine, first_table: int) -> Unit:

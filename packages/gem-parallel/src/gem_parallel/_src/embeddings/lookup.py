@@ -10,7 +10,6 @@ Transfers of one group run while the next group computes, in both directions; al
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,10 +35,9 @@ from gem_parallel._src.embeddings.stores import (
     Update,
 )
 from gem_parallel._src.embeddings.wire import RowTransfer
+from gem_parallel._src.optional import has_triton
 
 __all__ = ["Flight", "Started", "by_feature", "land_flights", "start_flights"]
-
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -289,7 +287,7 @@ def _joint_outputs(request: GroupRequest, rows: Tensor, index: Tensor | None) ->
 
 def _select(rows: Tensor, index: Tensor) -> Tensor:
     """``rows[index]``."""
-    if not (rows.is_cuda and _HAS_TRITON):
+    if not (rows.is_cuda and has_triton()):
         return rows.index_select(0, index)
     from gem_parallel._src.embeddings.row_kernel import gather_rows
 
