@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from gem_parallel._src.agreement import check_agreement
 from gem_parallel._src.checks import check_mesh
 from gem_parallel._src.collectives.base import Collectives
 from gem_parallel._src.collectives.fully_shard import set_fully_shard_collectives
 from gem_parallel._src.experts import ExpertParallel
 from gem_parallel._src.mesh import ParallelMesh
 from gem_parallel._src.param_wire import ParamWire, check_parameters, check_wire, comparable_wire
+from gem_parallel._src.same_settings import check_agreement
 
 __all__ = ["ParallelPlan", "defer_all_reduce", "parallelize"]
 

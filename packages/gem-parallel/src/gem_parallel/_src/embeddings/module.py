@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gem_parallel._src.agreement import check_agreement
 from gem_parallel._src.checks import check_number
 from gem_parallel._src.embeddings.arguments import check_configs, check_options, resolve_device
 from gem_parallel._src.embeddings.build import Storage, make_engines, make_store, shares_rows
@@ -42,6 +41,7 @@ from gem_parallel._src.embeddings.stores import ShardedStore, Store, Update
 from gem_parallel._src.embeddings.transfer import DeviceVector
 from gem_parallel._src.embeddings.update_norm import UpdateMeter
 from gem_parallel._src.engine_report import require_fbgemm
+from gem_parallel._src.same_settings import check_agreement
 
 __all__ = ["ShardedEmbeddings"]
 
