@@ -5,9 +5,9 @@ import torch
 
 from gem_kernels import gdpa, reference
 from gem_kernels._src.attention.hopper.launch import portable_only
+from gem_kernels._src.attention.hopper.units import backward_units, sequences_in_turn
 from gem_kernels._src.attention.pairing import pair_sequences
 from gem_kernels._src.gdpa import hopper_activation, hopper_launch
-from gem_kernels._src.gdpa.hopper_units import backward_units
 from gem_kernels.reference.gdpa import _activation as plain_activation
 from gem_kernels.testing import assert_matches_oracle, attention_inputs, random_lengths, summation_floor
 
@@ -61,6 +61,13 @@ def test_units_own_every_key_once_and_wait_for_units_before_them(lengths, side, 
     taken = [first_q // 64 + b + i for b, (first_q, _) in enumerate(starts[:-1]) for i in range(-(-lengths_q[b] // 64))]
     assert len(set(taken)) == len(taken)
     assert max(taken, default=0) < made.num_places
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"), [(5, 16), (256, 16), (512, 8), (1023, 4), (1024, 4), (2048, 2), (4096, 1), (100_000, 1)]
+)
+def test_fewer_sequences_take_turns_the_longer_they_are(length, expected):
+    assert sequences_in_turn(3 * length, 3, 4, rows=64) == expected
 
 
 def test_tensors_on_the_cpu_take_the_portable_kernel():

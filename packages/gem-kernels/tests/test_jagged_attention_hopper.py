@@ -4,7 +4,6 @@ import math
 import subprocess
 import sys
 from dataclasses import dataclass
-from itertools import pairwise
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import torch
 from gem_kernels import jagged_attention, reference
 from gem_kernels._src.attention.hopper.launch import portable_only
 from gem_kernels._src.attention.pairing import pair_sequences
-from gem_kernels._src.jagged_attention import hopper_launch, hopper_units
+from gem_kernels._src.jagged_attention import hopper_launch
 from gem_kernels._src.jagged_attention.bias import Bias
 from gem_kernels._src.jagged_attention.hopper_stats import launch_stats
 from gem_kernels.testing import assert_matches_oracle, attention_inputs, random_lengths, summation_floor
@@ -104,8 +103,9 @@ def test_the_forward_launch_gives_every_argument_of_the_kernel_its_place(recorde
     assert given["scale_log2"] == pytest.approx(0.5 * math.log2(math.e))
 
 
-def test_the_backward_launches_give_every_argument_of_the_kernels_its_place(recorded, interpreter):
+def test_the_backward_launches_give_every_argument_of_the_kernels_its_place(recorded, interpreter, monkeypatch):
     x = attention_inputs((130,), (70,), num_heads=4, num_heads_kv=2, head_dim=128, dtype=torch.bfloat16)
+    monkeypatch.setattr(hopper_launch, "is_onepass", lambda *_: False)
     out, lse = torch.zeros_like(x.q), torch.zeros(130, 4)
     saved = (out, lse, x.offsets_q, x.offsets_k)
     dq, dk, dv = hopper_launch.launch_hopper_backward(x.do, None, x.q, x.k, x.v, *saved, 0.5)
@@ -126,21 +126,21 @@ def test_the_backward_launches_give_every_argument_of_the_kernels_its_place(reco
     assert of_keys["stride_s"] == of_queries["stride_s"] == 144
 
 
-@pytest.mark.parametrize(
-    ("queries", "keys", "expected"), [(12288, 12288, True), (12287, 12288, False), (12288, 12287, False)]
-)
-def test_one_kernel_is_for_sequences_of_4096_rows_in_the_mean(queries, keys, expected):
-    q, k = (torch.empty(rows, 4, 128, device="meta") for rows in (queries, keys))
-    assert hopper_launch.is_onepass(q, k, torch.zeros(4)) == expected
+@pytest.mark.parametrize(("queries", "dim", "expected"), [(192, 128, True), (191, 128, False), (192, 64, False)])
+def test_one_kernel_is_for_sequences_of_a_tile_of_queries_in_the_mean(queries, dim, expected):
+    q = torch.empty(queries, 4, dim, device="meta")
+    assert hopper_launch.is_onepass(q, torch.zeros(4)) == expected
 
 
 def test_the_launch_of_one_kernel_gives_every_argument_its_place(recorded, interpreter, monkeypatch):
-    from gem_kernels._src.jagged_attention import hopper_onepass
+    units, num_units = torch.zeros(5, 8, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    asked = []
 
-    places = torch.zeros(5, 4, dtype=torch.int32), torch.zeros(5, dtype=torch.int32), torch.ones(1)
-    asked, finished = [], []
-    monkeypatch.setattr(hopper_units, "make_units", lambda *args, **options: asked.append((args, options)) or places)
-    monkeypatch.setattr(hopper_onepass, "finish", lambda *args: finished.append(args))
+    def record(*args, **options):
+        asked.append((args, options))
+        return units, num_units, 3
+
+    monkeypatch.setattr(hopper_launch, "backward_units", record)
     monkeypatch.setattr(hopper_launch, "is_onepass", lambda *_: True)
     x = attention_inputs((130,), (70,), num_heads=4, num_heads_kv=2, head_dim=128, dtype=torch.bfloat16)
     out, lse = torch.zeros_like(x.q), torch.zeros(130, 4)
@@ -148,60 +148,24 @@ def test_the_launch_of_one_kernel_gives_every_argument_its_place(recorded, inter
     dq, dk, dv = hopper_launch.launch_hopper_backward(x.do, None, x.q, x.k, x.v, *saved, 0.5)
     (given,) = recorded
     tensors = {"q": x.q, "do": x.do, "k": x.k, "v": x.v, "dk": dk, "dv": dv}
-    check_descriptors(given, tensors, {"q": 64, "do": 64, "k": 128, "v": 128, "dk": 64, "dv": 64})
-    assert given["dk_ptr"] is dk
-    assert given["dv_ptr"] is dv
-    assert (given["stride_dt"], given["stride_st"], given["num_heads_kv"]) == (256, 512, 2)
-    assert (given["chunks_ptr"], given["blocks_ptr"], given["num_chunks_ptr"]) == places
-    assert asked == [((x.offsets_q, x.offsets_k, 70), {"tile_rows": 128, "side": 8})]
-    assert finished == [(given["sums_ptr"], given["stats_ptr"], dq, 0.5)]
-    assert given["sums_ptr"].dtype == torch.float32
-    assert given["sums_desc"].base.data_ptr() == given["sums_ptr"].data_ptr()
+    check_descriptors(given, tensors, {"q": 64, "do": 64, "k": 128, "v": 128, "dk": 64, "dv": 64}, tensors)
+    assert given["dq_desc"].base.data_ptr() == dq.data_ptr()
+    assert given["dq_desc"].shape[-1] == 4 * 128
+    assert given["dq_desc"].block_shape == [1, 1, 64, 64]
+    assert given["num_heads_kv"] == 2
+    assert given["units_ptr"] is units
+    assert given["num_units_ptr"] is num_units
+    assert asked == [((x.offsets_q, x.offsets_k, 130, 70), {"tile_rows": 128, "rows": 64, "side": 16})]
+    assert given["sums_desc"].base.dtype == torch.float32
     assert given["sums_desc"].block_shape == [64, 64]
-    assert given["sums_desc"].shape == [130, 512]
-    assert given["turns_ptr"].shape == (130 * 4 * 2,)
+    assert given["sums_desc"].shape == [3 * 4 * 2 * 64, 64]
+    assert given["turns_ptr"].shape == (3 * 4 * 2,)
     assert given["claims_ptr"].shape == (1,)
     assert not given["turns_ptr"].any()
     assert not given["claims_ptr"].any()
     assert (given["stats_ptr"].shape, given["stride_s"]) == ((8, 144), 144)
     assert (given["GROUP"], given["programs"], given["ds_scale"]) == (2, 132, 0.5)
     assert given["scale_log2"] == pytest.approx(0.5 * math.log2(math.e))
-
-
-@pytest.mark.parametrize("side", [1, 4])
-def test_tiles_of_a_few_sequences_take_turns(side, interpreter):
-    lengths_q, lengths_k = (5, 300, 0, 70, 64, 200), (300, 0, 128, 257, 129, 1000)
-    x = attention_inputs(lengths_q, lengths_k, head_dim=16)
-    units = hopper_units.make_units(x.offsets_q, x.offsets_k, x.k.shape[0], tile_rows=128, side=side)
-    count = int(units.num_chunks)
-    rows = torch.cat([units.chunks, units.blocks[:, None]], 1)[:count].tolist()
-    firsts_q, firsts_k = x.offsets_q.tolist(), x.offsets_k.tolist()
-    expected = [
-        [firsts_k[b] + 128 * i, min(lengths_k[b] - 128 * i, 128), firsts_q[b], lengths_q[b], i]
-        for b in range(6)
-        for i in range(-(-lengths_k[b] // 128))
-    ]
-    assert sorted(rows) == sorted(expected)
-    places = {(row[0] - 128 * row[4], row[4]): place for place, row in enumerate(rows)}
-    for (first, block), place in places.items():
-        assert block == 0 or places[first, block - 1] < place
-    # By work: 200 x 1000, 70 x 257, 64 x 129, then 5 x 300.
-    most = [places[firsts_k[5], i] for i in range(8)]
-    assert [b - a for a, b in pairwise(most)] == ([1] * 7 if side == 1 else [4, 4, 3, 1, 1, 1, 1])
-
-
-def test_sums_are_scaled_and_rounded_and_rows_without_keys_are_zero(interpreter):
-    from gem_kernels._src.jagged_attention.hopper_onepass import finish
-
-    sums = torch.randn(45, 3, 64, generator=torch.Generator().manual_seed(0))
-    stats = torch.zeros(6, 48)
-    stats[2, 7] = math.inf
-    sums[7, 1] = math.nan
-    dq = torch.full((45, 3, 64), math.nan, dtype=torch.float16)
-    finish(sums, stats, dq, 0.5)
-    assert not dq[7, 1].any()
-    sums[7, 1] = 0
-    assert torch.equal(dq, (sums * 0.5).half())
 
 
 @pytest.mark.parametrize("has_dlse", [False, True])

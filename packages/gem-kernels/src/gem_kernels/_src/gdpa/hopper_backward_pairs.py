@@ -1,6 +1,6 @@
 """Hopper backward of GDPA in Gluon for activations in pairs: all gradients by one kernel, every product once.
 
-Scores are computed again; nothing but q, k and v was kept. A unit of work (``hopper_units``) is 128 keys of
+Scores are computed again; nothing but q, k and v was kept. A unit of work (``attention.hopper.units``) is 128 keys of
 one sequence and key head, against all its queries in tiles of 64: S^T = K Q^T, dP^T = V dO^T, dV += P^T dO,
 dK += dS^T Q and dQ = dS K. The gradients of keys and values stay in registers, P and dS are left operands in registers.
 
@@ -58,8 +58,8 @@ from gem_kernels._src.attention.hopper.turns import (
     pass_turn,
     turn_of,
 )
+from gem_kernels._src.attention.hopper.units import FIELDS
 from gem_kernels._src.gdpa.hopper_activation import times_pairs
-from gem_kernels._src.gdpa.hopper_units import FIELDS
 
 _TILE_ROWS = gl.constexpr(TILE_ROWS)
 _ROWS = gl.constexpr(ROWS)

@@ -10,10 +10,10 @@ from torch import Tensor
 from gem_kernels._src.attention.hopper.call import call, descriptor, sequence_descriptor, sums_descriptor
 from gem_kernels._src.attention.hopper.launch import is_copyable, multiprocessors, query_chunks, serves
 from gem_kernels._src.attention.hopper.schedule import make_schedule
+from gem_kernels._src.attention.hopper.units import backward_units, sequences_in_turn
 from gem_kernels._src.attention.launch import device_guard
 from gem_kernels._src.attention.pairing import Pairing
 from gem_kernels._src.attention.reuse import once
-from gem_kernels._src.gdpa.hopper_units import backward_units
 
 if TYPE_CHECKING:
     from gem_kernels._src.gdpa.hopper_activation import PairActivation
@@ -30,10 +30,6 @@ DKDV_STAGES = {64: 6, 128: 3}
 PAIRS_HEAD_DIM = 128
 PAIRS_STAGES = 2
 """Of 64 query rows each, in the backward in pairs."""
-SIDE_TILES = 256
-"""Query tiles, in the mean and over all heads, of the sequences whose tiles of keys take turns in it."""
-MAX_SIDE = 16
-"""Sequences of them."""
 
 
 def applies(
@@ -201,8 +197,7 @@ def _launch_in_pairs(
     from gem_kernels._src.gdpa.hopper_backward_pairs import _gdpa_hopper_bwd_pairs_kernel
 
     num_heads, num_heads_kv = q.shape[1], k.shape[1]
-    num_tiles = num_heads * max(q.shape[0] // (ROWS * (offsets_q.shape[0] - 1)), 1)
-    side = 1 << min(max(SIDE_TILES // num_tiles, 1), MAX_SIDE).bit_length() - 1
+    side = sequences_in_turn(q.shape[0], offsets_q.shape[0] - 1, num_heads, rows=ROWS)
     constants = {
         "VALUE_AND_SLOPE": pairs.value_and_slope,
         "GROUP": num_heads // num_heads_kv,

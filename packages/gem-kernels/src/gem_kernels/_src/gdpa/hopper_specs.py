@@ -10,8 +10,8 @@ import torch
 
 from gem_kernels._src.attention.hopper.schedule import BLOCK, OTHERS, _schedule_kernel
 from gem_kernels._src.attention.hopper.specs import hopper_spec, sums_type
+from gem_kernels._src.attention.hopper.units import units_kernel
 from gem_kernels._src.compile_spec import CompileSpec
-from gem_kernels._src.gdpa.hopper_units import _gdpa_hopper_units_kernel
 
 
 def compile_specs() -> Sequence[CompileSpec]:
@@ -112,7 +112,7 @@ def compile_specs() -> Sequence[CompileSpec]:
     specs.append(
         CompileSpec(
             id="hopper-units",
-            kernel=_gdpa_hopper_units_kernel,
+            kernel=units_kernel,
             signature={
                 "offsets_q_ptr": "*i64",
                 "offsets_k_ptr": "*i64",

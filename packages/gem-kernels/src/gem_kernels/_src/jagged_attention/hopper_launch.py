@@ -10,6 +10,7 @@ from torch import Tensor
 from gem_kernels._src.attention.hopper.call import call, descriptor, sequence_descriptor, sums_descriptor
 from gem_kernels._src.attention.hopper.launch import MAX_ROWS, is_copyable, multiprocessors, query_chunks, serves
 from gem_kernels._src.attention.hopper.schedule import make_schedule
+from gem_kernels._src.attention.hopper.units import backward_units, sequences_in_turn
 from gem_kernels._src.attention.hopper.window_schedule import make_window_schedule
 from gem_kernels._src.attention.launch import device_guard
 from gem_kernels._src.attention.pairing import Pairing
@@ -31,10 +32,8 @@ DQ_STAGES = {64: 6, 128: 3}
 DKDV_STAGES = {64: 6, 128: 3}
 """By head dim, of 64 rows each."""
 ONEPASS_STAGES = 2
-ONEPASS_MEAN_ROWS = 4096
-"""Queries and keys of a sequence, in the mean, from which on the backward is one kernel."""
-SIDE_HEADS = 16
-"""Sequences times key heads whose tiles of keys take turns in it."""
+ONEPASS_MEAN_ROWS = 64
+"""Queries of a sequence, in the mean, from which on the backward is one kernel: a tile, which its sums hold."""
 
 
 def applies(q: Tensor, k: Tensor, v: Tensor, pairing: Pairing, bias: Bias) -> bool:
@@ -63,12 +62,12 @@ def backward_applies(q: Tensor, k: Tensor, v: Tensor, pairing: Pairing, max_seql
     )
 
 
-def is_onepass(q: Tensor, k: Tensor, offsets_k: Tensor) -> bool:
-    """Whether the backward is one kernel that adds dq in float32: 4 bytes of memory more for each element of q.
+def is_onepass(q: Tensor, offsets_q: Tensor) -> bool:
+    """Whether the backward is one kernel, with sums of dq in float32, for which it takes memory for whole query tiles.
 
     Where sequences are shorter or heads narrower it is two, which compute the scores twice. A pure function of shapes.
     """
-    return q.shape[2] == HEAD_DIM and min(q.shape[0], k.shape[0]) >= ONEPASS_MEAN_ROWS * (offsets_k.shape[0] - 1)
+    return q.shape[2] == HEAD_DIM and q.shape[0] >= ONEPASS_MEAN_ROWS * (offsets_q.shape[0] - 1)
 
 
 def rests(q: Tensor, k: Tensor, offsets_q: Tensor) -> bool:
@@ -191,7 +190,7 @@ def launch_hopper_backward(
     do = do if is_copyable(do) else do.contiguous()
     with device_guard(q):
         stats = launch_stats(out, do, lse, dlse)
-        if left < 0 and right < 0 and is_onepass(q, k, offsets_k):
+        if left < 0 and right < 0 and is_onepass(q, offsets_q):
             return _launch_onepass(do, q, k, v, stats, offsets_q, offsets_k, scale)
         return _launch_twice(do, q, k, v, stats, offsets_q, offsets_k, scale, left, right, places)
 
@@ -297,43 +296,35 @@ def _launch_onepass(
     offsets_k: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All three in one kernel, dq in float32 sums that another one rounds."""
+    """All three in one kernel, with 4 bytes of memory for each element of q in whole tiles."""
     from gem_kernels._src.attention.hopper.tiles import ROWS, TILE_ROWS
-    from gem_kernels._src.jagged_attention.hopper_onepass import (
-        _jagged_attention_hopper_onepass_kernel,
-        finish,
-    )
-    from gem_kernels._src.jagged_attention.hopper_units import make_units
+    from gem_kernels._src.jagged_attention.hopper_onepass import _jagged_attention_hopper_onepass_kernel
 
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    sums = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    num_heads, num_heads_kv = q.shape[1], k.shape[1]
+    side = sequences_in_turn(q.shape[0], offsets_q.shape[0] - 1, num_heads, rows=ROWS)
+    units, num_units, num_places = once(
+        backward_units, offsets_q, offsets_k, q.shape[0], k.shape[0], tile_rows=TILE_ROWS, rows=ROWS, side=side
+    )
+    num_sums = num_places * num_heads * 2
+    sums = torch.empty(num_sums * ROWS, HEAD_DIM // 2, dtype=torch.float32, device=q.device)
     # Claims of units of work, and turns: from a multiple of 16 bytes, as other alignments are other variants.
-    counters = torch.zeros(4 + 2 * q.shape[0] * q.shape[1], dtype=torch.int32, device=q.device)
-    num_heads_kv = k.shape[1]
-    side = 1 << max(SIDE_HEADS // num_heads_kv, 1).bit_length() - 1
+    counters = torch.zeros(4 + num_sums, dtype=torch.int32, device=q.device)
     arguments = (
-        descriptor(q, ROWS),
-        descriptor(do, ROWS),
-        descriptor(k, TILE_ROWS),
-        descriptor(v, TILE_ROWS),
-        descriptor(dk, ROWS),
-        descriptor(dv, ROWS),
-        sums_descriptor(sums.flatten(1), ROWS, HEAD_DIM // 2),
-        dk,
-        dv,
-        dk.stride(0),
+        *(sequence_descriptor(x, rows) for x, rows in ((q, ROWS), (do, ROWS), (k, TILE_ROWS), (v, TILE_ROWS))),
+        sequence_descriptor(dq.unflatten(2, (2, -1)).flatten(1, 2), ROWS),
+        *(sequence_descriptor(x, ROWS) for x in (dk, dv)),
+        sums_descriptor(sums, ROWS, HEAD_DIM // 2),
         stats,
         stats.stride(0),
-        sums,
-        sums.stride(0),
         counters[4:],
         counters[:1],
-        *once(make_units, offsets_q, offsets_k, k.shape[0], tile_rows=TILE_ROWS, side=side),
+        units,
+        num_units,
         num_heads_kv,
         scale * math.log2(math.e),
         scale,
     )
-    constants = {"GROUP": q.shape[1] // num_heads_kv, "STAGES": ONEPASS_STAGES, "D": HEAD_DIM, "num_warps": 4}
+    constants = {"GROUP": num_heads // num_heads_kv, "STAGES": ONEPASS_STAGES, "D": HEAD_DIM, "num_warps": 4}
     call(_jagged_attention_hopper_onepass_kernel, multiprocessors(q.device), arguments, constants, q.device)
-    finish(sums, stats, dq, scale)
     return dq, dk, dv

@@ -25,7 +25,6 @@ from gem_kernels._src.jagged_attention.hopper_launch import (
     WINDOW_STAGES,
 )
 from gem_kernels._src.jagged_attention.hopper_stats import BLOCK_R, _jagged_attention_hopper_stats_kernel
-from gem_kernels._src.jagged_attention.hopper_units import _jagged_attention_hopper_units_kernel
 
 
 def compile_specs() -> Sequence[CompileSpec]:
@@ -73,24 +72,25 @@ def compile_specs() -> Sequence[CompileSpec]:
     for dim, group, window in itertools.product(BACKWARD_HEAD_DIMS, (1, 4), (False, True)):
         if dim == HEAD_DIM or group == 1:
             specs += _backward_specs(dim, group, window=window)
+    onepass_tiles: dict[str, int | tuple[int, ...]] = dict.fromkeys(
+        ("q_desc", "do_desc", "dk_desc", "dv_desc"), row_tile
+    )
+    onepass_tiles |= dict.fromkeys(("k_desc", "v_desc"), (1, 1, TILE_ROWS, HEAD_DIM))
+    onepass_tiles |= {"dq_desc": (1, 1, ROWS, HEAD_DIM // 2), "sums_desc": (ROWS, HEAD_DIM // 2)}
     for group in (1, 4):
         onepass = hopper_spec(
             f"hopper-onepass-bf16-group{group}",
             _jagged_attention_hopper_onepass_kernel,
             "bf16",
             HEAD_DIM,
-            {"q_desc": ROWS, "do_desc": ROWS, "k_desc": TILE_ROWS, "v_desc": TILE_ROWS}
-            | {"dk_desc": ROWS, "dv_desc": ROWS},
+            onepass_tiles,
             {"GROUP": group, "D": HEAD_DIM, "num_warps": 4, "STAGES": ONEPASS_STAGES},
-            # In the roles of one warp, and between units of work; 136 bytes with ptxas 12.8.
-            max_spill_bytes=320,
+            # Between units of work, with ptxas 12.8.
+            max_spill_bytes=64,
         )
-        types = {"stats_ptr": "*fp32", "sums_ptr": "*fp32", "turns_ptr": "*i32", "blocks_ptr": "*i32"}
-        types["claims_ptr"] = "*i32"
+        types = {"stats_ptr": "*fp32", "turns_ptr": "*i32", "claims_ptr": "*i32"}
         types["sums_desc"] = sums_type(ROWS, HEAD_DIM // 2)
-        # In the order of the kernel's arguments.
-        names = [name for name in _jagged_attention_hopper_onepass_kernel.arg_names if name not in onepass.constexprs]
-        specs.append(replace(onepass, signature={name: types.get(name) or onepass.signature[name] for name in names}))
+        specs.append(replace(onepass, signature={**onepass.signature, **types}))
     specs += [_stats_spec(has_dlse) for has_dlse in (True, False)]
     return specs + _helpers()
 
@@ -136,13 +136,9 @@ def _backward_specs(dim: int, group: int, *, window: bool) -> list[CompileSpec]:
 
 
 def _helpers() -> list[CompileSpec]:
-    """Units of work of windows, and what is launched before and behind the backward in one kernel."""
-    from gem_kernels._src.attention.hopper.tiles import TILE_ROWS
-    from gem_kernels._src.jagged_attention.hopper_onepass import FINISH_ROWS, _jagged_attention_hopper_finish_kernel
-
+    """Units of work of windows, and the order of those of the backward in one kernel, whose list gdpa compiles."""
     offsets = {"offsets_q_ptr": "*i64", "offsets_k_ptr": "*i64"}
     count = {"num_sequences": "i32"}
-    units = dict.fromkeys(("order_ptr", "chunks_ptr", "blocks_ptr", "num_chunks_ptr"), "*i32")
     kernels: list[tuple[str, Any, dict[str, str], dict[str, int | bool]]] = [
         (
             f"hopper-order{'-sorted' if is_sorted else ''}",
@@ -161,21 +157,6 @@ def _helpers() -> list[CompileSpec]:
             {"SORTED": is_sorted, "BLOCK": BLOCK, "OTHERS": OTHERS},
         )
         for is_sorted in (True, False)
-    ]
-    kernels += [
-        (
-            "hopper-units",
-            _jagged_attention_hopper_units_kernel,
-            {**offsets, **units, **count},
-            {"TILE_ROWS": TILE_ROWS, "SIDE": 4, "OTHERS": OTHERS},
-        ),
-        (
-            "hopper-finish",
-            _jagged_attention_hopper_finish_kernel,
-            {"sums_ptr": "*fp32", "stats_ptr": "*fp32", "dq_ptr": "*bf16"}
-            | {"stride_s": "i32", "num_rows": "i32", "num_heads": "i32", "scale": "fp32"},
-            {"D": HEAD_DIM, "BLOCK_R": FINISH_ROWS},
-        ),
     ]
     return [
         CompileSpec(

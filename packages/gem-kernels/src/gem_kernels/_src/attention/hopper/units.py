@@ -1,4 +1,4 @@
-"""Units of work of gdpa's backward in one kernel: tiles of keys, and the order in which parts of dq are handed on.
+"""Units of work of the backwards in one kernel: tiles of keys, and the order in which parts of dq are handed on.
 
 Programs take units by turns, the first P at once, and each tile of queries meets the key tiles of its sequence in
 ascending order. Were those neighbours, they would all wait for one another. Key tiles of a few sequences, of about the
@@ -20,6 +20,10 @@ from gem_kernels._src.attention.hopper.schedule import OTHERS
 
 FIELDS = 8
 """Numbers of a unit."""
+_SIDE_TILES = 256
+"""Query tiles, in the mean and over all heads, of the sequences whose tiles of keys take turns."""
+_MAX_SIDE = 16
+"""Sequences of them."""
 
 
 class Units(NamedTuple):
@@ -43,7 +47,7 @@ def _tiles(offsets_k_ptr, b, inside, TILE_ROWS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_sequences"])
-def _gdpa_hopper_units_kernel(
+def units_kernel(
     offsets_q_ptr,  # (B + 1,)
     offsets_k_ptr,  # (B + 1,)
     order_ptr,  # (B,) int32
@@ -89,6 +93,19 @@ def _gdpa_hopper_units_kernel(
         before += tl.max(count, 0)
 
 
+def sequences_in_turn(total_q: int, num_sequences: int, num_heads: int, *, rows: int) -> int:
+    """How many sequences' tiles of keys take turns, a power of two: a pure function of shapes.
+
+    Args:
+        total_q: Query rows of the batch.
+        num_sequences: At least one.
+        num_heads: Of queries.
+        rows: Queries of a tile.
+    """
+    num_tiles = num_heads * max(total_q // (rows * num_sequences), 1)
+    return 1 << min(max(_SIDE_TILES // num_tiles, 1), _MAX_SIDE).bit_length() - 1
+
+
 def backward_units(
     offsets_q: Tensor, offsets_k: Tensor, total_q: int, total_k: int, *, tile_rows: int, rows: int, side: int
 ) -> Units:
@@ -110,7 +127,7 @@ def backward_units(
     units = torch.empty(total_k // tile_rows + num_sequences, FIELDS, dtype=torch.int32, device=device)
     num_units = torch.empty(1, dtype=torch.int32, device=device)
     call(
-        _gdpa_hopper_units_kernel,
+        units_kernel,
         triton.cdiv(num_sequences, side),
         (offsets_q, offsets_k, order, units, num_units, num_sequences),
         {"TILE_ROWS": tile_rows, "ROWS": rows, "SIDE": side, "OTHERS": OTHERS},
