@@ -4,24 +4,16 @@ Scores are computed again; nothing but q, k and v was kept. A unit of work (``at
 one sequence and key head, against all its queries in tiles of 64: S^T = K Q^T, dP^T = V dO^T, dV += P^T dO,
 dK += dS^T Q and dQ = dS K. The gradients of keys and values stay in registers, P and dS are left operands in registers.
 
-The sum over the keys that dq is passes from one unit of a sequence to the next, in float32 and always in the same
-order, so that the result is the same on every run: the first stores its part, those in the middle have the copy engine
-add theirs, the last fetches the sum, adds its own part, rounds and writes dq. A counter for each query tile says how
-many parts it has. Where one unit has all keys, it writes dq at once.
-
-Programs claim units in the order of the list, and a unit waits for units before it alone, which are done or run on a
-program that has begun: there is always one that waits for nobody, however many programs run at a time.
+Parts of dq are handed on from unit to unit (``attention.hopper.parts``, which has the roles that only copy).
 
 Five roles share a program:
 
-* the producer claims units and copies keys, values, and a ring of tiles of q and dO. Its copies end where a sequence
-  ends, with zeros behind it, so that no product needs a mask;
+* the producer claims units and copies keys, values and a ring of tiles of q and dO, with zeros behind a sequence's end,
+  so that no product needs a mask;
 * two consumers own 64 keys each, products transposed, and write their score gradients to shared memory, where each
   takes those of both for one half of the channels of dq. It does so one query tile later, when the other has long
   written its part;
-* for each half one warp that moves dq: it grants a consumer the place for dq, with the sum so far in it where the
-  consumer is to add to it, and sends what the consumer leaves there. Once a unit the place is granted for the gradients
-  of keys and values, which the consumer sends.
+* for each half one warp that moves dq.
 """
 
 from __future__ import annotations
@@ -36,187 +28,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gem_kernels._src.attention.hopper.call import SEQUENCE_END
-from gem_kernels._src.attention.hopper.tiles import (
-    ROWS,
-    TILE_ROWS,
-    _as_tile_of,
-    allocate_barriers,
-    copy_rows,
-    tma_add,
-    tma_load,
-    tma_store,
-    view_as,
-    write_rows,
-)
-from gem_kernels._src.attention.hopper.turns import (
-    NUM_WORKS,
-    announce,
-    await_work,
-    claim,
-    fence_turn,
-    pass_turn,
-    turn_of,
-)
-from gem_kernels._src.attention.hopper.units import FIELDS
+from gem_kernels._src.attention.hopper.parts import leave_dq, move_dq, num_query_tiles, produce, unit_of
+from gem_kernels._src.attention.hopper.tiles import ROWS, TILE_ROWS, allocate_barriers, view_as, write_rows
+from gem_kernels._src.attention.hopper.turns import NUM_WORKS, await_work
 from gem_kernels._src.gdpa.hopper_activation import times_pairs
 
 _TILE_ROWS = gl.constexpr(TILE_ROWS)
 _ROWS = gl.constexpr(ROWS)
 _NUM_WORKS = gl.constexpr(NUM_WORKS)
-_END = gl.constexpr(SEQUENCE_END)
-_FIELDS = gl.constexpr(FIELDS)
-
-
-@gluon.jit
-def _num_tiles(len_q, GROUP: gl.constexpr):
-    """Query tiles of a head, at least one, which writes zero gradients of keys without queries, and two for a unit.
-
-    A unit's keys are read until the first tile of the next one, and its own last tile waits for the next one's keys,
-    whose place is that of the unit before: with one tile both would be the same.
-    """
-    return gl.maximum((len_q + _ROWS - 1) // _ROWS, 2 if GROUP == 1 else 1)
-
-
-@gluon.jit
-def _produce(
-    q_desc, do_desc, k_desc, v_desc, units_ptr, q_ring, do_ring, k_tiles, v_tile, q_ready, q_empty, do_ready,
-    do_empty, k_ready, v_ready, works, work_ready, work_empty, claims_ptr, num_works, num_heads_kv,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, D: gl.constexpr,
-):  # fmt: skip
-    stage = 0  # query tiles so far
-    index = 0  # units of work so far
-    count = 0  # query tiles of the unit before
-    work = claim(claims_ptr)
-    announce(works, work_ready, work_empty, 0, work)
-    while work < num_works:
-        ptr = units_ptr + (work // num_heads_kv) * _FIELDS
-        first_k = gl.load(ptr)
-        len_k = gl.load(ptr + 1)
-        first_q = gl.load(ptr + 2)
-        len_q = gl.load(ptr + 3)
-        head_kv = work % num_heads_kv
-        slot = index & 1
-        # Keys are read until the first query tile behind them. The ring has waited for it if there were more than two.
-        if count <= STAGES:
-            mbarrier.wait(q_empty.index(stage % STAGES), ((stage // STAGES) & 1) ^ 1)
-        mbarrier.expect(k_ready.index(slot), _TILE_ROWS * D * 2)
-        copy_rows(k_desc, first_k, len_k, 0, head_kv * D, k_ready.index(slot), k_tiles.index(slot))
-        num_tiles = _num_tiles(len_q, GROUP)
-        for g in range(GROUP):
-            channel = (head_kv * GROUP + g) * D
-            for i in range(num_tiles):
-                s = stage % STAGES
-                mbarrier.wait(do_empty.index(s), ((stage // STAGES) & 1) ^ 1)
-                mbarrier.expect(do_ready.index(s), _ROWS * D * 2)
-                copy_rows(do_desc, first_q, len_q, i * _ROWS, channel, do_ready.index(s), do_ring.index(s))
-                mbarrier.wait(q_empty.index(s), ((stage // STAGES) & 1) ^ 1)
-                mbarrier.expect(q_ready.index(s), _ROWS * D * 2)
-                copy_rows(q_desc, first_q, len_q, i * _ROWS, channel, q_ready.index(s), q_ring.index(s))
-                if (g == 0) & (i == 0):
-                    # Values are read as long as dO of the last query tile is.
-                    if stage > 0:
-                        mbarrier.wait(do_empty.index((stage - 1) % STAGES), ((stage - 1) // STAGES) & 1)
-                    mbarrier.expect(v_ready.index(0), _TILE_ROWS * D * 2)
-                    copy_rows(v_desc, first_k, len_k, 0, head_kv * D, v_ready.index(0), v_tile.index(0))
-                stage += 1
-        count = GROUP * num_tiles
-        index += 1
-        # Not earlier: a unit whose program is still busy with another holds up those that wait for its turns.
-        work = claim(claims_ptr)
-        announce(works, work_ready, work_empty, index, work)
-
-
-@gluon.jit
-def _move_dq(
-    dq_desc, sums_desc, units_ptr, turns_ptr, dq_tiles, dq_free, dq_ready, works, work_ready, work_empty, num_works,
-    num_heads_kv, W: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
-):  # fmt: skip
-    HALF: gl.constexpr = D // 2
-    half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, HALF], dq_desc.dtype)
-    dq_tile = dq_tiles.index(W)
-    out_tile = view_as(dq_tile, dq_desc.dtype, [_ROWS, HALF], half_layout)
-    out_place = _as_tile_of(out_tile, dq_desc)
-    grant = 0  # times that the place was granted
-    index = 0
-    next_tile = 2 * GROUP * num_heads_kv
-    work = await_work(works, work_ready, work_empty, 0, 1)
-    while work < num_works:
-        ptr = units_ptr + (work // num_heads_kv) * _FIELDS
-        first_q = gl.load(ptr + 2)
-        len_q = gl.load(ptr + 3)
-        block = gl.load(ptr + 4)
-        is_last = gl.load(ptr + 5)
-        head = (work % num_heads_kv) * GROUP
-        place = (gl.load(ptr + 6) * (num_heads_kv * GROUP) + head) * 2 + W
-        channel = head * D + W * HALF
-        num_tiles = _num_tiles(len_q, GROUP)
-        count = GROUP * num_tiles
-        i = 0  # tile of its head
-        pending = -1  # turn to pass when the place is granted again
-        for j in range(count + 1):
-            # The last tile of a unit comes when the consumer is in the next: before it, keys and values.
-            is_gap = j == count - 1
-            rest = gl.where(is_gap, 0, len_q - i * _ROWS)
-            waits = (block > 0) & (rest > 0)
-            turn = block
-            if waits & (is_last != 0):
-                turn = turn_of(turns_ptr + place)
-                while turn < block:
-                    turn = turn_of(turns_ptr + place)
-                fence_turn(turn)
-                mbarrier.expect(dq_free.index(W), _ROWS * HALF * 4)
-                tma_load(sums_desc, [place * _ROWS, 0], dq_free.index(W), dq_tile)
-            else:
-                mbarrier.arrive(dq_free.index(W), count=1)
-                if waits:
-                    # While the consumer computes.
-                    turn = turn_of(turns_ptr + place)
-                if pending >= 0:
-                    pass_turn(turns_ptr + pending)
-            pending = -1
-            mbarrier.wait(dq_ready.index(W), grant & 1)
-            grant += 1
-            if rest > 0:
-                if is_last != 0:
-                    length = gl.minimum(rest, _ROWS)
-                    row = first_q + i * _ROWS
-                    tma_store(dq_desc, [_END, row + length, _END - length, channel], out_place)
-                elif block == 0:
-                    tma_store(sums_desc, [place * _ROWS, 0], dq_tile)
-                else:
-                    while turn < block:
-                        turn = turn_of(turns_ptr + place)
-                    fence_turn(turn)
-                    tma_add(sums_desc, [place * _ROWS, 0], dq_tile)
-                tma.store_wait(pendings=0)
-                if is_last == 0:
-                    if j == count:
-                        pass_turn(turns_ptr + place)
-                    else:
-                        pending = place
-            place += gl.where(is_gap, 0, next_tile)
-            i += gl.where(is_gap, 0, 1)
-            if GROUP > 1:  # noqa: SIM102
-                if i == num_tiles:
-                    i = 0
-                    place += 2 - num_tiles * next_tile
-                    channel += D
-        index += 1
-        work = await_work(works, work_ready, work_empty, index, 1)
-    tma.store_wait(pendings=0)
-
-
-@gluon.jit
-def _leave_dq(dq, dq_tile, half_tile, take, is_last, out_scale, dq_layout: gl.constexpr):
-    """Leave a unit's part of dq in its place, or what it is with the sum that is there."""
-    for _ in range(take):
-        dq = dq + dq_tile.load(dq_layout)
-    if is_last != 0:
-        half_tile.store((dq * out_scale).to(half_tile.dtype))
-    else:
-        dq_tile.store(dq)
-    fence_async_shared()
 
 
 @gluon.jit
@@ -256,20 +75,20 @@ def _consume(
         first_own = k_tiles.index(0).slice(W * _ROWS, _ROWS, dim=0)
         first = warpgroup_mma(first_own, q_ring.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[first])
+        ptr = unit_of(units_ptr, work, num_works, num_heads_kv)
+        first_k = gl.load(ptr)
+        len_k = gl.load(ptr + 1)
+        len_q = gl.load(ptr + 3)
+        block = gl.load(ptr + 4)
+        is_last = gl.load(ptr + 5)
         while work < num_works:
-            ptr = units_ptr + (work // num_heads_kv) * _FIELDS
-            first_k = gl.load(ptr)
-            len_k = gl.load(ptr + 1)
-            len_q = gl.load(ptr + 3)
-            block = gl.load(ptr + 4)
-            is_last = gl.load(ptr + 5)
             next_work = work
             channel = (work % num_heads_kv) * D
             v = v_tile.index(0).slice(W * _ROWS, _ROWS, dim=0)
             dk = gl.zeros([_ROWS, D], gl.float32, out_layout)
             dv = gl.zeros([_ROWS, D], gl.float32, out_layout)
             mbarrier.wait(v_ready.index(0), index & 1)
-            count = GROUP * _num_tiles(len_q, GROUP)
+            count = GROUP * num_query_tiles(len_q, GROUP)
             rest = len_q  # queries from this tile on
             for i in range(count):
                 s = stage % STAGES
@@ -320,7 +139,7 @@ def _consume(
                 if stage > 0:
                     mbarrier.arrive(ds_empty.index(before & 1), count=1)
                     mbarrier.wait(dq_free.index(W), grants & 1)
-                    _leave_dq(dq, dq_tile, half_tile, take, is_whole, out_scale, dq_layout)
+                    leave_dq(dq, dq_tile, half_tile, take, is_whole, out_scale)
                     mbarrier.arrive(dq_ready.index(W), count=1)
                     grants += 1
                 take = gl.where((block > 0) & (is_last != 0) & (rest > 0), 1, 0)
@@ -331,6 +150,13 @@ def _consume(
                 stage += 1
             rows = len_k - W * _ROWS
             row = first_k + W * _ROWS
+            # On their way while the gradients leave.
+            ptr = unit_of(units_ptr, next_work, num_works, num_heads_kv)
+            first_k = gl.load(ptr)
+            len_k = gl.load(ptr + 1)
+            len_q = gl.load(ptr + 3)
+            block = gl.load(ptr + 4)
+            is_last = gl.load(ptr + 5)
             # The place of dq takes the gradients of keys and values on their way out.
             mbarrier.wait(dq_free.index(W), grants & 1)
             grants += 1
@@ -347,7 +173,7 @@ def _consume(
         dq = warpgroup_mma(ds_tiles.index(before & 1).permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, deps=[dq])
         mbarrier.wait(dq_free.index(W), grants & 1)
-        _leave_dq(dq, dq_tile, half_tile, take, is_whole, out_scale, dq_layout)
+        leave_dq(dq, dq_tile, half_tile, take, is_whole, out_scale)
         mbarrier.arrive(dq_ready.index(W), count=1)
 
 
@@ -435,7 +261,7 @@ def _gdpa_hopper_bwd_pairs_kernel(
                 ),
             ),
             (
-                _produce,
+                produce,
                 (
                     q_desc, do_desc, k_desc, v_desc, units_ptr, q_ring, do_ring, k_tiles, v_tile, q_ready, q_empty,
                     do_ready, do_empty, k_ready, v_ready, works, work_ready, work_empty, claims_ptr, num_works,
@@ -443,14 +269,14 @@ def _gdpa_hopper_bwd_pairs_kernel(
                 ),
             ),
             (
-                _move_dq,
+                move_dq,
                 (
                     dq_desc, sums_desc, units_ptr, turns_ptr, dq_tiles, dq_free, dq_ready, works, work_ready,
                     work_empty, num_works, num_heads_kv, 0, GROUP, D,
                 ),
             ),
             (
-                _move_dq,
+                move_dq,
                 (
                     dq_desc, sums_desc, units_ptr, turns_ptr, dq_tiles, dq_free, dq_ready, works, work_ready,
                     work_empty, num_works, num_heads_kv, 1, GROUP, D,
