@@ -49,16 +49,18 @@ def attend_jagged(x, op=jagged_attention, **sizes):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LENGTHS)
 @pytest.mark.parametrize(
-    ("op", "dtype", "head_dim"),
+    ("op", "dtype", "head_dim", "num_heads"),
     [
-        ("gdpa", torch.bfloat16, 128),
-        ("gdpa", torch.float16, 128),
-        ("gdpa", torch.bfloat16, 64),
-        ("jagged_attention", torch.bfloat16, 128),
-        ("jagged_attention", torch.float16, 128),
+        ("gdpa", torch.bfloat16, 128, 4),
+        ("gdpa", torch.float16, 128, 4),
+        ("gdpa", torch.bfloat16, 64, 4),
+        ("jagged_attention", torch.bfloat16, 128, 4),
+        ("jagged_attention", torch.float16, 128, 4),
+        # Of 132 programs, a program's next unit of work is of another head.
+        ("jagged_attention", torch.bfloat16, 128, 10),
     ],
 )
-def test_gpu_ends_of_sequences_match_oracle(op, dtype, head_dim, name, monkeypatch, poisoned_empty):
+def test_gpu_ends_of_sequences_match_oracle(op, dtype, head_dim, num_heads, name, monkeypatch, poisoned_empty):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     module, attend, loop, sizes = (
@@ -74,7 +76,8 @@ def test_gpu_ends_of_sequences_match_oracle(op, dtype, head_dim, name, monkeypat
         return launch(*args, **options)
 
     monkeypatch.setattr(module, "launch_hopper_forward", counted)
-    x = attention_inputs(*LENGTHS[name], num_heads=4, num_heads_kv=2, head_dim=head_dim, dtype=dtype, device="cuda")
+    heads = {"num_heads": num_heads, "num_heads_kv": num_heads // 2}
+    x = attention_inputs(*LENGTHS[name], **heads, head_dim=head_dim, dtype=dtype, device="cuda")
     sizes |= {"max_seqlen_q": x.max_seqlen_q, "max_seqlen_k": x.max_seqlen_k}
     results = attend(x, **sizes)
     expected, eager = attend(x.to(torch.float64), loop), attend(x, loop)

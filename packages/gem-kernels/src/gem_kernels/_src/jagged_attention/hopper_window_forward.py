@@ -12,8 +12,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from gem_kernels._src.attention.hopper.tiles import ROWS, allocate_barriers, num_key_tiles, store_rows
-from gem_kernels._src.jagged_attention.hopper_forward import _produce, _softmax
+from gem_kernels._src.attention.hopper.tiles import ROWS, allocate_barriers, num_key_tiles, release, write_rows
+from gem_kernels._src.jagged_attention.hopper_forward import (
+    _exp2,
+    _log2,
+    _mask,
+    _produce,
+    _reciprocal,
+    _shift,
+)
 from gem_kernels._src.jagged_attention.hopper_windows import keep_window, load_unit, pass_tile, tiles_met
 
 _ROWS = gl.constexpr(ROWS)
@@ -23,7 +30,7 @@ _LN2 = gl.constexpr(math.log(2.0))
 @gluon.jit
 def _consume(
     out_desc, lse_ptr, chunks_ptr, q_tiles, k_ring, v_ring, out_tiles, q_ready, q_empty, k_ready, k_empty,
-    v_ready, v_empty, num_works, num_heads, scale_log2, shifts_ptr, left, right, W: gl.constexpr,
+    v_ready, v_empty, passed, num_works, num_heads, scale_log2, shifts_ptr, left, right, W: gl.constexpr,
     STAGES: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_tiles.dtype
@@ -35,8 +42,6 @@ def _consume(
     row_layout: gl.constexpr = gl.SliceLayout(1, scores_layout)
     out_row_layout: gl.constexpr = gl.SliceLayout(1, out_layout)
     zeros = gl.zeros([_ROWS, BLOCK_N], gl.float32, scores_layout)
-    no_max = gl.full([_ROWS], float("-inf"), gl.float32, row_layout)
-    no_sum = gl.zeros([_ROWS], gl.float32, row_layout)
     acc = gl.zeros([_ROWS, D], gl.float32, out_layout)
     rows = gl.arange(0, _ROWS, row_layout)
     step = gl.num_programs(0)
@@ -52,13 +57,14 @@ def _consume(
             q_tiles.index(W * 2), k_ring.index(begin).permute((1, 0)), zeros, use_acc=False, is_async=True
         )
         scores = warpgroup_mma_wait(0, deps=[scores])
-        mbarrier.arrive(k_empty.index(begin), count=1)
-        mbarrier.arrive(q_empty.index(W * 2), count=1, pred=end - begin == 1)
+        gl.thread_barrier()
+        release(k_empty.index(begin), True)
         offset = begin * BLOCK_N - W * _ROWS
         scores = keep_window(scores, shift - left - offset, shift + right - offset, scores_layout, BLOCK_N)
-        e, row_max, row_sum, _factor = _softmax(
-            scores, no_max, no_sum, len_k - begin * BLOCK_N, scale_log2, scores_layout, BLOCK_N
-        )
+        scores = _mask(scores, len_k - begin * BLOCK_N, scores_layout, BLOCK_N)
+        row_max = gl.max(scores, 1)
+        e = _exp2(scores * scale_log2 - _shift(row_max, scale_log2)[:, None])
+        row_sum = gl.sum(e, 1)
         p = gl.convert_layout(e.to(dtype), p_layout)
         index = 0  # units so far
         base = 0  # key tiles of earlier units
@@ -83,16 +89,20 @@ def _consume(
                 scores = warpgroup_mma_wait(1, deps=[scores])
                 offset = j * BLOCK_N - W * _ROWS
                 scores = keep_window(scores, shift - left - offset, shift + right - offset, scores_layout, BLOCK_N)
-                e, row_max, row_sum, factor = _softmax(
-                    scores, row_max, row_sum, len_k - j * BLOCK_N, scale_log2, scores_layout, BLOCK_N
-                )
-                next_p = gl.convert_layout(e.to(dtype), p_layout)
-                acc, p, next_p = warpgroup_mma_wait(0, deps=[acc, p, next_p])
-                mbarrier.arrive(k_empty.index(s), count=1)
-                mbarrier.arrive(q_empty.index(slot), count=1, pred=j == end - 1)
-                mbarrier.arrive(v_empty.index(s_v), count=1)
+                scores = _mask(scores, len_k - j * BLOCK_N, scores_layout, BLOCK_N)
+                new_max = gl.maximum(row_max, gl.max(scores, 1))
+                exponent = _shift(new_max, scale_log2)
+                factor = _exp2(row_max * scale_log2 - exponent)
+                mbarrier.wait(passed.index(0), 1)
+                acc, p, scores = warpgroup_mma_wait(0, deps=[acc, p, scores])
+                gl.thread_barrier()
+                release(k_empty.index(s), True)
+                release(v_empty.index(s_v), True)
                 acc = acc * gl.convert_layout(factor, out_row_layout)[:, None]
-                p = next_p
+                e = _exp2(scores * scale_log2 - exponent[:, None])
+                row_sum = row_sum * factor + gl.sum(e, 1)
+                row_max = new_max
+                p = gl.convert_layout(e.to(dtype), p_layout)
             # The last values, beside the first scores of the next unit.
             next_stage = base + num_keys
             if end < num_keys:
@@ -116,14 +126,15 @@ def _consume(
             scores = keep_window(
                 scores, next_shift - left - offset, next_shift + right - offset, scores_layout, BLOCK_N
             )
-            e, next_max, next_sum, _factor = _softmax(
-                scores, no_max, no_sum, next_len_k - next_begin * BLOCK_N, scale_log2, scores_layout, BLOCK_N
-            )
-            next_p = gl.convert_layout(e.to(dtype), p_layout)
-            acc, p, next_p = warpgroup_mma_wait(0, deps=[acc, p, next_p])
-            mbarrier.arrive(k_empty.index(s), count=1, pred=is_final == 0)
-            mbarrier.arrive(q_empty.index(next_slot), count=1, pred=(is_final == 0) & (next_end - next_begin == 1))
-            mbarrier.arrive(v_empty.index(s_v), count=1)
+            scores = _mask(scores, next_len_k - next_begin * BLOCK_N, scores_layout, BLOCK_N)
+            next_max = gl.max(scores, 1)
+            exponent = _shift(next_max, scale_log2)
+            mbarrier.wait(passed.index(0), 1)
+            acc, p, scores = warpgroup_mma_wait(0, deps=[acc, p, scores])
+            tma.store_wait(pendings=0)
+            release(q_empty.index(slot), True)
+            release(k_empty.index(s), is_final == 0)
+            release(v_empty.index(s_v), True)
             if end < num_keys:
                 pass_tile(v_ready, v_empty, base + end, STAGES)
             is_empty = row_sum == 0.0
@@ -131,13 +142,14 @@ def _consume(
             row = first_q + W * _ROWS
             num_rows = len_q - W * _ROWS
             head = work % num_heads
-            out = (acc * gl.convert_layout(1.0 / total, out_row_layout)[:, None]).to(dtype)
-            store_rows(out_desc, out_tiles.index(W), out, row, num_rows, head * D, D)
-            lse = gl.where(is_empty, float("-inf"), row_max * scale_log2 * _LN2 + gl.log(total))
+            out = (acc * gl.convert_layout(_reciprocal(total), out_row_layout)[:, None]).to(dtype)
+            write_rows(out_desc, out_tiles.index(W), out, row, num_rows, head * D)
+            lse = gl.where(is_empty, float("-inf"), (row_max * scale_log2 + _log2(total)) * _LN2)
             gl.store(lse_ptr + row.to(gl.int64) * num_heads + head + rows * num_heads, lse, mask=rows < num_rows)
-            p = next_p
+            e = _exp2(scores * scale_log2 - exponent[:, None])
+            row_sum = gl.sum(e, 1)
             row_max = next_max
-            row_sum = next_sum
+            p = gl.convert_layout(e.to(dtype), p_layout)
             index += 1  # noqa: SIM113
             base += num_keys
             first_q, len_q, len_k, shift = next_q, next_len_q, next_len_k, next_shift
@@ -177,6 +189,8 @@ def _jagged_attention_hopper_window_fwd_kernel(
     k_empty = allocate_barriers(STAGES)
     v_ready = allocate_barriers(STAGES)
     v_empty = allocate_barriers(STAGES)
+    passed = allocate_barriers(1)  # nobody arrives, and a wait for the phase before its first ends at once
+    mbarrier.init(passed.index(0), count=1)
     for i in gl.static_range(4):
         mbarrier.init(q_ready.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
@@ -186,29 +200,31 @@ def _jagged_attention_hopper_window_fwd_kernel(
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_empty.index(i), count=2)
     num_works = gl.load(num_chunks_ptr) * num_heads
+    step_chunks = gl.num_programs(0) // num_heads
+    step_heads = gl.num_programs(0) % num_heads
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
                     out_desc, lse_ptr, chunks_ptr, q_tiles, k_ring, v_ring, out_tiles, q_ready, q_empty, k_ready,
-                    k_empty, v_ready, v_empty, num_works, num_heads, scale_log2, shifts_ptr, left, right, 0, STAGES,
-                    BLOCK_N, D,
+                    k_empty, v_ready, v_empty, passed, num_works, num_heads, scale_log2, shifts_ptr, left, right, 0,
+                    STAGES, BLOCK_N, D,
                 ),
             ),
             (
                 _consume,
                 (
                     out_desc, lse_ptr, chunks_ptr, q_tiles, k_ring, v_ring, out_tiles, q_ready, q_empty, k_ready,
-                    k_empty, v_ready, v_empty, num_works, num_heads, scale_log2, shifts_ptr, left, right, 1, STAGES,
-                    BLOCK_N, D,
+                    k_empty, v_ready, v_empty, passed, num_works, num_heads, scale_log2, shifts_ptr, left, right, 1,
+                    STAGES, BLOCK_N, D,
                 ),
             ),
             (
                 _produce,
                 (
                     q_desc, k_desc, v_desc, chunks_ptr, q_tiles, k_ring, v_ring, q_ready, q_empty, k_ready, k_empty,
-                    v_ready, v_empty, num_works, num_heads, GROUP, STAGES, BLOCK_N, D,
+                    v_ready, v_empty, num_works, num_heads, step_chunks, step_heads, GROUP, STAGES, BLOCK_N, D,
                 ),
             ),
         ],

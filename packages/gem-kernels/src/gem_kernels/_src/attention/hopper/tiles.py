@@ -123,6 +123,15 @@ def allocate_barriers(NUM: gl.constexpr):
 
 
 @gluon.jit
+def release(barrier, pred):
+    """Arrive, by expecting no bytes: around an arrival the compiler puts barriers of the warpgroup, around this none.
+
+    A ``thread_barrier`` behind the waits for products that read what is given back must have come before.
+    """
+    mbarrier.expect(barrier, 0, pred=pred)
+
+
+@gluon.jit
 def load_queries(q_desc, q_tiles, q_ready, q_empty, first, t, channel, tile, D: gl.constexpr):
     """Copy the query tiles of both consumers, ``t`` tiles behind row ``first``; each consumer has two places."""
     for w in gl.static_range(2):
