@@ -34,6 +34,7 @@ from gem_kernels._src.attention.hopper.tiles import (
     load_rows,
     num_key_tiles,
     release,
+    thread_barrier,
     write_rows,
 )
 
@@ -174,7 +175,7 @@ def _consume(
             q_tiles.index(W * 2), k_ring.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True
         )
         scores = warpgroup_mma_wait(0, deps=[scores])
-        gl.thread_barrier()
+        thread_barrier()
         release(k_empty.index(0), left <= _TILE_ROWS)
         scores = _mask(scores, len_k, scores_layout, BLOCK_N)
         row_max = gl.max(scores, 1)
@@ -205,7 +206,7 @@ def _consume(
                     place_v = place_k
                     phase_v = phase_k
                     place_k, phase_k = _advance(place_v, phase_v, STAGES)
-                    gl.thread_barrier()
+                    thread_barrier()
             for j in range(1, num_left):
                 mbarrier.wait(k_ready.index(place_k), phase_k)
                 scores = warpgroup_mma(q, k_ring.index(place_k).permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -219,7 +220,7 @@ def _consume(
                 # Ends at once. Without it, the next wait would come before the maxima, which the product covers.
                 mbarrier.wait(passed.index(0), 1)
                 acc, p, scores = warpgroup_mma_wait(0, deps=[acc, p, scores])
-                gl.thread_barrier()
+                thread_barrier()
                 # A key tile leaves the ring with the last query tile of its chunk.
                 release(k_empty.index(place_k), is_last_tile)
                 release(v_empty.index(place_v), is_last_tile)

@@ -12,7 +12,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from gem_kernels._src.attention.hopper.tiles import ROWS, allocate_barriers, num_key_tiles, release, write_rows
+from gem_kernels._src.attention.hopper.tiles import (
+    ROWS,
+    allocate_barriers,
+    num_key_tiles,
+    release,
+    thread_barrier,
+    write_rows,
+)
 from gem_kernels._src.jagged_attention.hopper_forward import (
     _exp2,
     _log2,
@@ -57,7 +64,7 @@ def _consume(
             q_tiles.index(W * 2), k_ring.index(begin).permute((1, 0)), zeros, use_acc=False, is_async=True
         )
         scores = warpgroup_mma_wait(0, deps=[scores])
-        gl.thread_barrier()
+        thread_barrier()
         release(k_empty.index(begin), True)
         offset = begin * BLOCK_N - W * _ROWS
         scores = keep_window(scores, shift - left - offset, shift + right - offset, scores_layout, BLOCK_N)
@@ -95,7 +102,7 @@ def _consume(
                 factor = _exp2(row_max * scale_log2 - exponent)
                 mbarrier.wait(passed.index(0), 1)
                 acc, p, scores = warpgroup_mma_wait(0, deps=[acc, p, scores])
-                gl.thread_barrier()
+                thread_barrier()
                 release(k_empty.index(s), True)
                 release(v_empty.index(s_v), True)
                 acc = acc * gl.convert_layout(factor, out_row_layout)[:, None]

@@ -19,6 +19,7 @@ TILE_ROWS = 2 * ROWS
 # Triton 3.9 has renamed them.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 
 @builtin
