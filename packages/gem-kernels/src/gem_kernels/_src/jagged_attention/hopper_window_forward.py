@@ -100,6 +100,7 @@ def _consume(
                 new_max = gl.maximum(row_max, gl.max(scores, 1))
                 exponent = _shift(new_max, scale_log2)
                 factor = _exp2(row_max * scale_log2 - exponent)
+                # Ends at once, and keeps the next wait behind the maxima.
                 mbarrier.wait(passed.index(0), 1)
                 acc, p, scores = warpgroup_mma_wait(0, deps=[acc, p, scores])
                 thread_barrier()

@@ -151,14 +151,3 @@ def load_rows(desc, ring, ready, first, length, row, channel, s, BLOCK_N: gl.con
     mbarrier.expect(ready.index(s), BLOCK_N * D * 2)
     place = _as_tile_of(ring.index(s), desc)
     tma_load(desc, [_END, first + length, _END - length + row, channel], ready.index(s), place)
-
-
-@gluon.jit
-def store_rows(out_desc, out_tile, out, row, num_rows, channel, D: gl.constexpr):
-    """Write the first ``num_rows`` of 64 output rows; ``out_desc`` is a ``sequence_descriptor``."""
-    tma.store_wait(pendings=0)
-    out_tile.store(out)
-    fence_async_shared()
-    length = gl.maximum(num_rows, 0)
-    place = _as_tile_of(out_tile, out_desc)
-    tma_store(out_desc, [_END, row + length, _END - length, channel], place)
