@@ -126,8 +126,8 @@ def test_the_backward_launches_give_every_argument_of_the_kernels_its_place(reco
     assert of_keys["stride_s"] == of_queries["stride_s"] == 144
 
 
-@pytest.mark.parametrize(("queries", "dim", "expected"), [(192, 128, True), (191, 128, False), (192, 64, False)])
-def test_one_kernel_is_for_sequences_of_a_tile_of_queries_in_the_mean(queries, dim, expected):
+@pytest.mark.parametrize(("queries", "dim", "expected"), [(769, 128, True), (768, 128, False), (769, 64, False)])
+def test_one_kernel_is_for_sequences_of_more_than_256_queries_in_the_mean(queries, dim, expected):
     q = torch.empty(queries, 4, dim, device="meta")
     assert hopper_launch.is_onepass(q, torch.zeros(4)) == expected
 

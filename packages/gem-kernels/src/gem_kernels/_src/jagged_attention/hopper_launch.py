@@ -32,8 +32,8 @@ DQ_STAGES = {64: 6, 128: 3}
 DKDV_STAGES = {64: 6, 128: 3}
 """By head dim, of 64 rows each."""
 ONEPASS_STAGES = 2
-ONEPASS_MEAN_ROWS = 64
-"""Queries of a sequence, in the mean, from which on the backward is one kernel: a tile, which its sums hold."""
+ONEPASS_MEAN_ROWS = 256
+"""Queries of a sequence, in the mean, beyond which the backward is one kernel."""
 
 
 def applies(q: Tensor, k: Tensor, v: Tensor, pairing: Pairing, bias: Bias) -> bool:
@@ -63,11 +63,11 @@ def backward_applies(q: Tensor, k: Tensor, v: Tensor, pairing: Pairing, max_seql
 
 
 def is_onepass(q: Tensor, offsets_q: Tensor) -> bool:
-    """Whether the backward is one kernel, with sums of dq in float32, for which it takes memory for whole query tiles.
+    """Whether the backward is one kernel, with sums of dq in float32: 4 bytes of memory more for each element of q.
 
     Where sequences are shorter or heads narrower it is two, which compute the scores twice. A pure function of shapes.
     """
-    return q.shape[2] == HEAD_DIM and q.shape[0] >= ONEPASS_MEAN_ROWS * (offsets_q.shape[0] - 1)
+    return q.shape[2] == HEAD_DIM and q.shape[0] > ONEPASS_MEAN_ROWS * (offsets_q.shape[0] - 1)
 
 
 def rests(q: Tensor, k: Tensor, offsets_q: Tensor) -> bool:
@@ -296,7 +296,7 @@ def _launch_onepass(
     offsets_k: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All three in one kernel, with 4 bytes of memory for each element of q in whole tiles."""
+    """All three in one kernel, every product once; the sums of dq take whole tiles of queries."""
     from gem_kernels._src.attention.hopper.tiles import ROWS, TILE_ROWS
     from gem_kernels._src.jagged_attention.hopper_onepass import _jagged_attention_hopper_onepass_kernel
 
