@@ -1,4 +1,4 @@
-"""The block's attention on Hopper: when it is taken, and that the block agrees with float64 on the GPU."""
+"""The block's kernels on Hopper: when they are taken, and that the block agrees with float64 on the GPU."""
 
 import pytest
 import torch
@@ -29,6 +29,10 @@ def make(heads=4, heads_kv=4, dim=128, dtype=torch.bfloat16, rows=100, keys=60):
     return tuple(torch.empty(n, h, dim, dtype=dtype) for n, h in ((rows, heads), (keys, heads_kv), (keys, heads_kv)))
 
 
+def in_one(q, k, v, options=OPTIONS):
+    return hopper_launch.is_one_kernel(q, k, v, options)
+
+
 def both(x, k, v, options=OPTIONS, num_sequences=128):
     offsets_q, offsets_k = (torch.linspace(0, t.shape[0], num_sequences + 1).long() for t in (x, k))
     attends = hopper_launch.attends(x, k, v, offsets_q, offsets_k, options)
@@ -37,6 +41,7 @@ def both(x, k, v, options=OPTIONS, num_sequences=128):
 
 def test_tensors_on_the_cpu_take_the_portable_kernels():
     assert both(*make()) == (False, False)
+    assert not in_one(*make())
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -56,20 +61,42 @@ def test_kernels_are_chosen_by_sizes_dtype_and_strides():
     assert both(x, k[:, :, ::2].repeat(1, 1, 2).transpose(0, 1).contiguous().transpose(0, 1), v) == (False, False)
 
 
+@pytest.mark.usefixtures("on_hopper")
+def test_one_kernel_is_chosen_by_sizes_dtype_strides_and_residuals():
+    assert in_one(*make())
+    assert in_one(*make(dtype=torch.float16))
+    assert in_one(*make(heads_kv=2))
+    assert in_one(*make(heads=2, heads_kv=1))
+    assert in_one(*make(), OPTIONS._replace(max_seqlen_k=1))
+    assert not in_one(*make(dtype=torch.float32))
+    assert not in_one(*make(heads=1, heads_kv=1))
+    assert not in_one(*make(heads=8, heads_kv=8))
+    assert not in_one(*make(dim=64))
+    assert not in_one(*make(rows=0))
+    assert not in_one(*make(keys=0))
+    assert not in_one(*make(), OPTIONS._replace(max_seqlen_k=129))
+    assert not in_one(*make(), OPTIONS._replace(query_residual=False))
+    assert not in_one(*make(), OPTIONS._replace(residual=False))
+    q, k, v = make()
+    assert not in_one(q.transpose(0, 1).contiguous().transpose(0, 1), k, v)
+
+
 # ---------------------------------------------------------------- on the GPU
 
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Names of the launches of the block's own attention kernels so far."""
+    """Names of the launches of the block's own kernels for Hopper so far."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     from gem_kernels._src.gdpa_norm_block import launch
 
     names = []
-    for name in ("launch_attend", "launch_attend_backward"):
+    for name in ("launch_block", "launch_attend", "launch_attend_backward"):
         function = getattr(hopper_launch, name)
-        monkeypatch.setattr(launch, name, lambda *args, f=function: names.append(f.__name__) or f(*args))
+        monkeypatch.setattr(
+            launch, name, lambda *args, f=function, **options: names.append(f.__name__) or f(*args, **options)
+        )
     return names
 
 
@@ -79,10 +106,10 @@ LENGTHS_Q = (0, 1, 63, 64, 65, 129, 300, 1024, 5, 128, 0, 70, *(17 + 13 * i % 90
 LENGTHS_K = (5, 0, 64, 65, 128, 1, 127, 100, 16, 128, 0, 3, *((i * 37) % 129 for i in range(180)))
 
 
-def inputs(dtype, *, dim=128, heads_kv=4, lengths_k=LENGTHS_K, weights=()):
-    x = attention_inputs(LENGTHS_Q, lengths_k, num_heads=4, num_heads_kv=heads_kv, head_dim=dim, dtype=dtype)
+def inputs(dtype, *, dim=128, heads=4, heads_kv=4, lengths_q=LENGTHS_Q, lengths_k=LENGTHS_K, weights=()):
+    x = attention_inputs(lengths_q, lengths_k, num_heads=heads, num_heads_kv=heads_kv, head_dim=dim, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
-    given = {name: (1.0 + 0.5 * torch.randn(4 * dim, generator=generator)).to(dtype) for name in weights}
+    given = {name: (1.0 + 0.5 * torch.randn(heads * dim, generator=generator)).to(dtype) for name in weights}
     return x, given
 
 
@@ -119,6 +146,12 @@ CASES = {
     ),
     "no-residual": ({}, {"activation": "silu", "pre_scale": 0.5, "residual": False}),
     "grouped": ({"heads_kv": 2}, {"activation": "fast_gelu", "pre_scale": 0.3}),
+    "two-heads-one-key-tile": (
+        {"heads": 2, "heads_kv": 2, "lengths_k": tuple(min(n, 64) for n in LENGTHS_K)},
+        {"activation": "silu", "pre_scale": 0.5},
+    ),
+    "three-heads": ({"heads": 3, "heads_kv": 3, "weights": ("norm_bias", "rms_weight")}, {"activation": "fast_gelu"}),
+    "one-sequence": ({"lengths_q": (200,), "lengths_k": (77,)}, {"activation": "fast_gelu"}),
     "dim-64": ({"dim": 64, "weights": ("rms_weight",)}, {"activation": "fast_gelu", "pre_scale": 0.3}),
     "long-keys": (
         {"lengths_k": (300, *LENGTHS_K[1:]), "weights": ("norm_bias",)},
@@ -142,14 +175,38 @@ def test_gpu_hopper_matches_oracle(case, dtype, launches):
             assert_matches_oracle(name, actual, wanted, plain, floor=summation_floor(wanted, dtype))
             if dtype == torch.bfloat16:
                 assert_rms(name, actual, wanted, ratio=1.2e-2)
-    attends = options.get("query_residual", True)
-    if attends:
+    has_sum = options.get("query_residual", True)
+    if has_sum:
         # The sum is rounded on its way through memory in both.
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    makes_gradients = case not in ("grouped", "dim-64", "long-keys")
+    in_one = has_sum and case not in ("no-residual", "dim-64", "long-keys")
+    forward = ["launch_block"] if in_one else ["launch_attend"] * has_sum
+    makes_gradients = case not in ("grouped", "two-heads-one-key-tile", "one-sequence", "dim-64", "long-keys")
     backward = ["launch_attend_backward"] * makes_gradients
-    again = ["launch_attend"] * attends
-    assert launches == [*again, *again, *backward, *again, *backward]
+    assert launches == [*forward, *forward, *backward, *forward, *backward]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_empty")
+def test_gpu_one_kernel_keeps_what_the_row_kernels_keep(launches):
+    from gem_kernels._src.gdpa_norm_block import launch
+    from gem_kernels._src.gdpa_norm_block.arguments import Parameters
+
+    x, given = inputs(torch.bfloat16, weights=WEIGHTS)
+    x = x.to("cuda")
+    # Rows far from 0, whose squares say nothing of their spread.
+    x = x._replace(q=x.q + 30.0)
+    tensors = (x.q, x.k, x.v, x.offsets_q, x.offsets_k)
+    arguments = (*tensors, Parameters(*(weight.cuda() for weight in given.values())), OPTIONS)
+    out, statistics, kept = launch.launch_forward(*arguments, keep=True)
+    with portable_only():
+        portable_out, portable_statistics, portable_kept = launch.launch_forward(*arguments, keep=True)
+    assert launches == ["launch_block"]
+    # The activation of a single key is rounded for all numbers of a row alike.
+    for actual, wanted, rtol in zip(statistics, portable_statistics, (1e-5, 1e-5, 2e-2), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=rtol, atol=0.0)
+    for actual, wanted in zip((out, *kept), (portable_out, *portable_kept), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=5e-2, atol=2e-2 * float(wanted.abs().max()))
 
 
 @pytest.mark.gpu

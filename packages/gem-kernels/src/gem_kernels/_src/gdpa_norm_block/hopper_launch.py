@@ -1,4 +1,4 @@
-"""When the block takes Hopper's attention with its residuals inside, and the launches."""
+"""When the block takes Hopper's kernels, forward in one or its attention alone, and the launches."""
 
 from __future__ import annotations
 
@@ -8,25 +8,116 @@ from torch import Tensor
 
 from gem_kernels._src.attention.hopper.call import call, sequence_descriptor
 from gem_kernels._src.attention.hopper.launch import MAX_ROWS, is_copyable, is_on_hopper, multiprocessors
-from gem_kernels._src.attention.hopper.schedule import BLOCK, MAX_SORTED, OTHERS
+from gem_kernels._src.attention.hopper.schedule import BLOCK, MAX_SORTED, OTHERS, make_schedule
 from gem_kernels._src.attention.pairing import pair_sequences
 from gem_kernels._src.attention.reuse import once
 from gem_kernels._src.gdpa import hopper_launch as gdpa_hopper
-from gem_kernels._src.gdpa_norm_block.arguments import Options
+from gem_kernels._src.gdpa_norm_block.arguments import Kept, Options, Parameters, Statistics
 
+FORWARD_HEADS = (2, 3, 4)
+"""Of 128 numbers each: 128 rows with all of them fill most of shared memory."""
+FORWARD_STAGES = 6
+"""Tiles of 64 rows beside them."""
 BACKWARD_STAGES = 4
 """Tiles of 64 query rows and of their gradients in shared memory."""
 MIN_WORKS = 512
 """Sequences times heads, about four for each multiprocessor of a large GPU."""
-BACKWARD_HEAD_DIM = 128
-"""The queries' gradient is made in two halves of 64 columns, each a row of the widest swizzle of shared memory."""
+HEAD_DIM = 128
+"""Of the forward in one kernel and of the gradients, each half of it a row of the widest swizzle of shared memory."""
+MAX_KEYS = 128
+"""Of a sequence, of both: all in shared memory, or two tiles of the forward."""
 
 
-def attends(x: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_k: Tensor, options: Options) -> bool:
-    """Whether ``launch_attend`` computes this call, for rows x (T_q, H, D) after the layer norm.
+def is_one_kernel(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
+    """Whether ``launch_block`` computes this call's forward, from q to the output.
 
     Like all rules here a function of sizes, strides, dtype and device alone, so that all ranks of a job agree.
     """
+    return (
+        is_on_hopper(q)
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and options.query_residual
+        and options.residual
+        and q.shape[1] in FORWARD_HEADS
+        and q.shape[2] == HEAD_DIM
+        and 0 < options.max_seqlen_k <= MAX_KEYS
+        and 0 < q.shape[0] <= MAX_ROWS
+        and 0 < k.shape[0] <= MAX_ROWS
+        and all(is_copyable(x) for x in (q, k, v))
+    )
+
+
+def launch_block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets_q: Tensor,
+    offsets_k: Tensor,
+    parameters: Parameters,
+    options: Options,
+    *,
+    has_out: bool = True,
+    keep: bool = False,
+) -> tuple[Tensor, Statistics, Kept | None]:
+    """Output (T_q, H, D), contiguous, and statistics, both empty unless ``has_out``; rows for the backward if ``keep``.
+
+    The caller has asked ``is_one_kernel``.
+    """
+    # Imported here: Gluon exists for NVIDIA GPUs only, and not in every Triton.
+    from gem_kernels._src.attention.hopper.tiles import ROWS
+    from gem_kernels._src.gdpa.hopper_activation import pair_activation, scaled_activation
+    from gem_kernels._src.gdpa_norm_block.hopper_forward import CONSUMERS, block_fwd_kernel
+
+    num_rows, num_heads, dim = q.shape
+    offsets_q, offsets_k = offsets_q.contiguous(), offsets_k.contiguous()
+    out = torch.empty(num_rows if has_out else 0, num_heads, dim, dtype=q.dtype, device=q.device)
+    statistics = Statistics(*(torch.empty(out.shape[0], dtype=torch.float32, device=q.device) for _ in range(3)))
+    kept = None
+    if keep:
+        kept = Kept(*(torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2)))
+    pairs = pair_activation(options.activation, q.dtype)
+    if pairs is not None:
+        value, scale = pairs.value, options.post_scale * options.pre_scale * pairs.scale
+    else:
+        act = scaled_activation(options.activation)
+        value, scale = act.value, options.post_scale * act.value_scale
+    q_desc = sequence_descriptor(q, ROWS)
+    arguments = (
+        q_desc,
+        sequence_descriptor(k, ROWS),
+        sequence_descriptor(v, ROWS),
+        # What is not written has the descriptor of another: empty tensors have none.
+        sequence_descriptor(out, ROWS) if has_out else q_desc,
+        *((q_desc, q_desc) if kept is None else (sequence_descriptor(x, ROWS) for x in kept)),
+        *(q if parameter is None else parameter for parameter in parameters),
+        *statistics,
+        *once(make_schedule, offsets_q, offsets_k, num_rows, tile_rows=CONSUMERS * ROWS, resident_keys=0, max_tiles=1),
+        options.eps,
+        options.pre_scale,
+        scale,
+    )
+    constants = {
+        "ACTIVATION": value,
+        "IN_PAIRS": pairs is not None,
+        "HAS_PRE_SCALE": pairs is None and options.pre_scale != 1.0,
+        "HAS_WEIGHT": parameters.norm_weight is not None,
+        "HAS_BIAS": parameters.norm_bias is not None,
+        "HAS_RMS_WEIGHT": parameters.rms_weight is not None,
+        "HAS_OUT": has_out,
+        "KEEP": keep,
+        "GROUP": num_heads // k.shape[1],
+        "KEY_TILES": triton.cdiv(options.max_seqlen_k, ROWS),
+        "STAGES": FORWARD_STAGES,
+        "H": num_heads,
+        "D": dim,
+        "num_warps": 4,
+    }
+    call(block_fwd_kernel, multiprocessors(q.device), arguments, constants, q.device)
+    return out, statistics, kept
+
+
+def attends(x: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_k: Tensor, options: Options) -> bool:
+    """Whether ``launch_attend`` computes this call, for rows x (T_q, H, D) after the layer norm."""
     pairing = pair_sequences(x, offsets_q, offsets_k, None, options.max_seqlen_q, -1, -1)
     return (
         options.query_residual
@@ -62,10 +153,10 @@ def makes_gradients(x: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, options:
     return (
         is_on_hopper(x)
         and x.dtype in (torch.float16, torch.bfloat16)
-        and x.shape[2] == BACKWARD_HEAD_DIM
+        and x.shape[2] == HEAD_DIM
         and k.shape[1] == x.shape[1]
         and (offsets_q.shape[0] - 1) * x.shape[1] >= MIN_WORKS
-        and 0 < options.max_seqlen_k <= 128
+        and 0 < options.max_seqlen_k <= MAX_KEYS
         and 0 < x.shape[0] <= MAX_ROWS
         and 0 < k.shape[0] <= MAX_ROWS
         and all(is_copyable(y) for y in (x, k, v))

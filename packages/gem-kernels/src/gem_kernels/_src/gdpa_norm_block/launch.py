@@ -1,7 +1,7 @@
 """The block on CUDA: row kernels around an attention, or kernels of its own where sequences have few keys.
 
-The attention is GDPA's. On Hopper it is one that adds the query rows to its output and, where the keys of a sequence
-fit in one tile, makes all gradients in one kernel.
+The attention is GDPA's. On Hopper it is one that adds the query rows to its output; where the keys of a sequence fit in
+one tile, one kernel makes the forward from q to the output, and one all gradients of the attention.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from gem_kernels._src.gdpa_norm_block.arguments import Gradients, Kept, Options,
 from gem_kernels._src.gdpa_norm_block.few_keys import launch_few_keys_backward, launch_few_keys_forward
 from gem_kernels._src.gdpa_norm_block.hopper_launch import (
     attends,
+    is_one_kernel,
     launch_attend,
     launch_attend_backward,
+    launch_block,
     makes_gradients,
 )
 from gem_kernels._src.gdpa_norm_block.rows import (
@@ -96,6 +98,9 @@ def launch_forward(
     """Output (T_q, H, D), contiguous, in the dtype of q; statistics; rows for the backward if ``keep``."""
     if has_few_keys(q, k, parameters, options, offsets_q.shape[0] - 1):
         return *launch_few_keys_forward(q, k, v, offsets_q, offsets_k, options), None
+    if is_one_kernel(q, k, v, options):
+        with device_guard(q):
+            return launch_block(q, k, v, offsets_q, offsets_k, parameters, options, keep=keep)
     rows = row_major(q.flatten(1))
     num_rows, features = rows.shape
     mean, rstd, rrms = (torch.empty(num_rows, dtype=torch.float32, device=q.device) for _ in range(3))
@@ -152,6 +157,8 @@ def launch_backward(
     programs = backward_programs(num_rows, meta["ROWS"], has_sums)
     sums = torch.empty(3, programs if has_sums else 0, features, dtype=torch.float32, device=q.device)
     with device_guard(q):
+        if kept is None and is_one_kernel(q, k, v, options):
+            *_, kept = launch_block(q, k, v, offsets_q, offsets_k, parameters, options, has_out=False, keep=True)
         if kept is None:
             # The same kernels write it again, statistics included, bit by bit.
             normed = _layer_norm(rows, parameters, torch.empty_like(mean), torch.empty_like(rstd), options.eps)
@@ -181,8 +188,8 @@ def launch_backward(
                 **meta,
             )
         x, dx = normed.view(q.shape), dtotal.view(q.shape)
-        is_one_kernel = makes_gradients(x, k, v, offsets_q, options)
-        if is_one_kernel:
+        in_one = makes_gradients(x, k, v, offsets_q, options)
+        if in_one:
             dnormed, dk, dv = launch_attend_backward(dx, x, k, v, offsets_q, offsets_k, options)
         else:
             dnormed, dk, dv = launch_gdpa_backward(dx, x, k, v, offsets_q, offsets_k, *options[:5], -1, -1)
@@ -202,7 +209,7 @@ def launch_backward(
                 dout.stride(0),
                 rows.stride(0),
                 num_rows,
-                QUERY_RESIDUAL=options.query_residual and not is_one_kernel,
+                QUERY_RESIDUAL=options.query_residual and not in_one,
                 RESIDUAL=options.residual,
                 SUMS=norm_weight is not None or norm_bias is not None,
                 **meta,

@@ -112,6 +112,12 @@ def write_rows(desc, tile, out, row, num_rows, channel):
     """Write the first ``num_rows`` of 64 rows by a ``sequence_descriptor``; ``tile`` is free until the copy ends."""
     tile.store(out)
     fence_async_shared()
+    send_rows(desc, tile, row, num_rows, channel)
+
+
+@gluon.jit
+def send_rows(desc, tile, row, num_rows, channel):
+    """The second half of ``write_rows``: the rows are in the tile, and fenced."""
     length = gl.minimum(gl.maximum(num_rows, 0), _ROWS)
     place = _as_tile_of(tile, desc)
     tma_store(desc, [_END, row + length, _END - length, channel], place)
