@@ -108,7 +108,7 @@ def test_the_backward_launches_give_every_argument_of_the_kernels_its_place(reco
     monkeypatch.setattr(hopper_launch, "is_onepass", lambda *_: False)
     out, lse = torch.zeros_like(x.q), torch.zeros(130, 4)
     saved = (out, lse, x.offsets_q, x.offsets_k)
-    dq, dk, dv = hopper_launch.launch_hopper_backward(x.do, None, x.q, x.k, x.v, *saved, 0.5)
+    dq, dk, dv = hopper_launch.launch_hopper_backward(x.do, None, x.q, x.k, x.v, *saved, 70, 0.5)
     for given in recorded:
         assert given["num_chunks_ptr"].shape == (1,)
         assert (given["GROUP"], given["programs"], given["ds_scale"]) == (2, 132, 0.5)
@@ -126,10 +126,15 @@ def test_the_backward_launches_give_every_argument_of_the_kernels_its_place(reco
     assert of_keys["stride_s"] == of_queries["stride_s"] == 144
 
 
-@pytest.mark.parametrize(("queries", "dim", "expected"), [(769, 128, True), (768, 128, False), (769, 64, False)])
-def test_one_kernel_is_for_sequences_of_more_than_256_queries_in_the_mean(queries, dim, expected):
-    q = torch.empty(queries, 4, dim, device="meta")
-    assert hopper_launch.is_onepass(q, torch.zeros(4)) == expected
+@pytest.mark.parametrize(
+    ("queries", "dim", "max_seqlen_k", "expected"),
+    [(769, 128, 800, True), (768, 128, 800, False), (769, 64, 800, False), (769, 128, 801, False)],
+)
+def test_one_kernel_is_for_more_than_256_queries_in_the_mean_and_no_far_longer_keys(
+    queries, dim, max_seqlen_k, expected
+):
+    q, k = (torch.empty(rows, 4, dim, device="meta") for rows in (queries, 600))
+    assert hopper_launch.is_onepass(q, k, torch.zeros(4), max_seqlen_k) == expected
 
 
 def test_the_launch_of_one_kernel_gives_every_argument_its_place(recorded, interpreter, monkeypatch):
@@ -145,7 +150,7 @@ def test_the_launch_of_one_kernel_gives_every_argument_its_place(recorded, inter
     x = attention_inputs((130,), (70,), num_heads=4, num_heads_kv=2, head_dim=128, dtype=torch.bfloat16)
     out, lse = torch.zeros_like(x.q), torch.zeros(130, 4)
     saved = (out, lse, x.offsets_q, x.offsets_k)
-    dq, dk, dv = hopper_launch.launch_hopper_backward(x.do, None, x.q, x.k, x.v, *saved, 0.5)
+    dq, dk, dv = hopper_launch.launch_hopper_backward(x.do, None, x.q, x.k, x.v, *saved, 70, 0.5)
     (given,) = recorded
     tensors = {"q": x.q, "do": x.do, "k": x.k, "v": x.v, "dk": dk, "dv": dv}
     check_descriptors(given, tensors, {"q": 64, "do": 64, "k": 128, "v": 128, "dk": 64, "dv": 64}, tensors)

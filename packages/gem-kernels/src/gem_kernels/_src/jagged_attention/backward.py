@@ -158,7 +158,9 @@ def _launch(
     if hopper_launch.backward_applies(q, k, v, pairing, max_seqlen_k, bias):
         offsets = (pairing.offsets_q, pairing.offsets_k)
         places = empty_thirds(q) if (left >= 0 or right >= 0) and are_thirds(q, k, v) else None
-        return hopper_launch.launch_hopper_backward(do, dlse, q, k, v, out, lse, *offsets, scale, left, right, places)
+        return hopper_launch.launch_hopper_backward(
+            do, dlse, q, k, v, out, lse, *offsets, max_seqlen_k, scale, left, right, places
+        )
     shared = call_flags(q, k, v, left, right) | bias.flags()
     with device_guard(q):
         if few_queries(q, k, v, pairing, left, right, bias):

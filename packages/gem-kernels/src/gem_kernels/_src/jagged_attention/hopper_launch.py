@@ -34,6 +34,8 @@ DKDV_STAGES = {64: 6, 128: 3}
 ONEPASS_STAGES = 2
 ONEPASS_MEAN_ROWS = 256
 """Queries of a sequence, in the mean, beyond which the backward is one kernel."""
+ONEPASS_MAX_SPREAD = 4
+"""Times the mean that ``max_seqlen_k`` may be there: many key tiles of few sequences would wait for one another."""
 
 
 def applies(q: Tensor, k: Tensor, v: Tensor, pairing: Pairing, bias: Bias) -> bool:
@@ -62,12 +64,18 @@ def backward_applies(q: Tensor, k: Tensor, v: Tensor, pairing: Pairing, max_seql
     )
 
 
-def is_onepass(q: Tensor, offsets_q: Tensor) -> bool:
+def is_onepass(q: Tensor, k: Tensor, offsets_q: Tensor, max_seqlen_k: int) -> bool:
     """Whether the backward is one kernel, with sums of dq in float32: 4 bytes of memory more for each element of q.
 
-    Where sequences are shorter or heads narrower it is two, which compute the scores twice. A pure function of shapes.
+    Where sequences are shorter, few are far longer than the others, or heads are narrower it is two, which compute the
+    scores twice. A pure function of shapes and ``max_seqlen_k``.
     """
-    return q.shape[2] == HEAD_DIM and q.shape[0] > ONEPASS_MEAN_ROWS * (offsets_q.shape[0] - 1)
+    num_sequences = offsets_q.shape[0] - 1
+    return (
+        q.shape[2] == HEAD_DIM
+        and q.shape[0] > ONEPASS_MEAN_ROWS * num_sequences
+        and max_seqlen_k * num_sequences <= ONEPASS_MAX_SPREAD * k.shape[0]
+    )
 
 
 def rests(q: Tensor, k: Tensor, offsets_q: Tensor) -> bool:
@@ -175,6 +183,7 @@ def launch_hopper_backward(
     lse: Tensor,
     offsets_q: Tensor,
     offsets_k: Tensor,
+    max_seqlen_k: int,
     scale: float,
     left: int = -1,
     right: int = -1,
@@ -190,7 +199,7 @@ def launch_hopper_backward(
     do = do if is_copyable(do) else do.contiguous()
     with device_guard(q):
         stats = launch_stats(out, do, lse, dlse)
-        if left < 0 and right < 0 and is_onepass(q, offsets_q):
+        if left < 0 and right < 0 and is_onepass(q, k, offsets_q, max_seqlen_k):
             return _launch_onepass(do, q, k, v, stats, offsets_q, offsets_k, scale)
         return _launch_twice(do, q, k, v, stats, offsets_q, offsets_k, scale, left, right, places)
 
