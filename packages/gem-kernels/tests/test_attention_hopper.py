@@ -78,15 +78,26 @@ def selects(case, monkeypatch):
 @pytest.fixture
 def forget_version():
     """The version of Triton is looked up anew before and after."""
-    launch.has_tested_gluon.cache_clear()
+    for function in (launch.has_tested_gluon, launch._warn_of_gluon):
+        function.cache_clear()
     yield
-    launch.has_tested_gluon.cache_clear()
+    for function in (launch.has_tested_gluon, launch._warn_of_gluon):
+        function.cache_clear()
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("case", SELECTION, ids=lambda case: case.id)
 def test_which_calls_the_kernels_take(case, forget_version, monkeypatch):
     assert selects(case, monkeypatch) == case.serves
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_another_triton_is_said_once(forget_version, monkeypatch):
+    (case,) = (case for case in SELECTION if case.id == "triton-3.9")
+    with pytest.warns(UserWarning, match=r"have run with Triton 3\.6 alone, got 3\.9.*; install triton 3\.6") as caught:
+        taken = [selects(case, monkeypatch) for _ in range(2)]
+    assert taken == [False, False]
+    assert len(caught) == 1
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")

@@ -39,3 +39,11 @@ def test_no_tensor_is_refused_under_autocast_too(op):
     q, k, _ = (torch.randn(8, 2, 16) for _ in range(3))
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match="v"):
         CALLS[op](q, k, [1.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn])
+@pytest.mark.parametrize("op", CALLS)
+def test_a_dtype_of_no_matmul_is_refused_under_autocast_too(op, dtype):
+    q, k, v = (torch.randn(8, 2, 16) for _ in range(3))
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match=r"must be|must have"):
+        CALLS[op](q.to(dtype), k, v)

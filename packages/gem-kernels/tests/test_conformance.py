@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -84,21 +85,44 @@ def test_a_wrong_gradient_is_found(monkeypatch):
     assert [row.tensor for row in rows if not row.passed] == ["dk"]
 
 
-def test_an_op_that_raises_is_a_failure_and_the_others_still_run(shapes, capsys):
-    broken = [SMALL[0] | {"num_heads_kv": 2, "num_heads": 3}, SMALL[1]]
-    assert main(["check", "--device", "cpu", "--shapes", shapes(broken)]) == 1
+def test_an_op_that_raises_is_a_failure_and_the_others_still_run(shapes, capsys, monkeypatch):
+    def refuse(**_):
+        raise ValueError("gdpa: no room")
+
+    monkeypatch.setattr(gem_kernels, "gdpa", refuse)
+    assert main(["check", "--device", "cpu", "--shapes", shapes(SMALL[:2])]) == 1
     text = capsys.readouterr().out
-    assert "FAILED ValueError: gdpa: the heads of `k` must divide the heads of `q`" in text
+    assert "FAILED ValueError: gdpa: no room" in text
     assert "6 of 7 tensors within their bounds" in text
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_an_index_beyond_the_sequences_is_a_failure_and_no_crash(device, shapes, capsys):
-    broken = [SMALL[0] | {"request_index": [0, 1, 5]}, SMALL[1]]
-    assert main(["check", "--device", device, "--shapes", shapes(broken)]) == 1
-    text = capsys.readouterr().out
-    assert "FAILED ValueError: gdpa: `request_index` must name one of the 3 key sequences" in text
-    assert "6 of 7 tensors within their bounds" in text
+WRONG = [
+    ({"activation": "swish"}, r"`activation` must be one of raw, .*, got 'swish'"),
+    ({"activation": ["gelu"]}, r"`activation` must be one of raw, .*, got \('gelu',\)"),
+    ({"num_heads": 3, "num_heads_kv": 2}, "`num_heads_kv` must divide `num_heads`, 3, got 2"),
+    ({"lengths_k": [5]}, "`lengths_k` must have an entry for each of the 3 of `lengths_q`, got 1"),
+    ({"request_index": [0, 1]}, "`request_index` must have an entry for each of the 3 of `lengths_q`, got 2"),
+    (
+        {"request_index": [0, 1, 5]},
+        r"`request_index` must be key sequences .*, below 3, got \[0, 1, 5\]",
+    ),
+    ({"request_index": [1, 0, 2]}, "`request_index` must be key sequences in ascending order"),
+    ({"num_targets": [0, 99, 0]}, "`num_targets` must have an entry for each of `lengths_q`, at most its tokens"),
+    ({"op": "block_attention", "block_size": 16}, "`block_size` must be one of 32, 64, 128, got 16"),
+    ({"op": "block_attention", "rotary": True, "head_dim": 9}, "`head_dim` must be even with `rotary`, got 9"),
+    ({"op": "linear_norm", "norm": "batch"}, "`norm` must be one of layer, rms, got 'batch'"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), WRONG, ids=[message[:40] for _, message in WRONG])
+def test_values_that_an_op_refuses_are_named_before_any_case_runs(fields, message, shapes, capsys):
+    linear = {"op": "linear_norm", "rows": 3, "in_features": 8, "out_features": 8}
+    common = linear if fields.get("op") == "linear_norm" else {"op": "gdpa", "lengths_q": [4, 2, 3]}
+    with pytest.raises(SystemExit, match="2"):
+        main(["check", "--device", "cpu", "--shapes", shapes([SMALL[0], common | fields])])
+    text = capsys.readouterr()
+    assert re.search(f"case 1 of .*: ConformanceCase: {message}.*; ", text.err)
+    assert not text.out
 
 
 BAD = [

@@ -223,6 +223,12 @@ BAD = [
     (lambda: lengths_to_offsets(OFF[None]), ValueError, r"lengths_to_offsets: `lengths` must have shape \(B,\)"),
     (lambda: lengths_to_offsets(torch.tensor([1, -2])), ValueError, "`lengths` must be >= 0 tokens, got -2 at seq.* 1"),
     (lambda: offsets_to_lengths(OFF[:0]), ValueError, r"offsets_to_lengths: `offsets` must have shape \(B \+ 1,\)"),
+    (
+        lambda: offsets_to_lengths(torch.tensor([0, 5, 3])),
+        ValueError,
+        r"offsets_to_lengths: `offsets` must not decrease, got 5 then 3 at sequence 1; make",
+    ),
+    (lambda: offsets_to_lengths(torch.tensor([2, 3])), ValueError, "`offsets` must start at 0, got 2"),
     (lambda: offsets_to_lengths(V[0]), TypeError, "offsets_to_lengths: `offsets` must be int32 or int64"),
     (lambda: jagged_to_padded(V[0, 0], OFF, 4), ValueError, r"jagged_to_padded: `values` must have shape \(T, ...\)"),
     (lambda: jagged_to_padded([0], OFF, 4), TypeError, "jagged_to_padded: `values` must be a Tensor, got list"),

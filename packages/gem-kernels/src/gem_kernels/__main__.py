@@ -55,7 +55,12 @@ def _compiler() -> str:
     """Versions of Triton and of the assembler that it runs: both have had releases that compute wrong numbers."""
     import triton
 
-    return f", Triton {triton.__version__}, ptxas {triton.knobs.nvidia.ptxas.version}"
+    from gem_kernels._src.attention.hopper.launch import has_tested_gluon
+
+    own = ""
+    if torch.cuda.get_device_capability() == (9, 0):
+        own = ", Hopper's own kernels" if has_tested_gluon() else ", portable kernels: Hopper's need Triton 3.6"
+    return f", Triton {triton.__version__}, ptxas {triton.knobs.nvidia.ptxas.version}{own}"
 
 
 def run_check(cases: Sequence[ConformanceCase], device: torch.device) -> int:

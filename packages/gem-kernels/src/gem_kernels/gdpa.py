@@ -97,6 +97,9 @@ def gdpa(
     the second matmul on CUDA. float32 inputs use full-precision matmuls, not TF32. Forward and backward give the same
     bits on every run. Under autocast q, k and v are cast to the autocast dtype.
 
+    Memory: on Hopper the backward with fast_gelu in bfloat16, D = 128, allocates 4 bytes per element of q, for sums in
+    float32.
+
     Example:
         HSTU over histories that end in candidates, and pooling by seeds (S, H, D):
 

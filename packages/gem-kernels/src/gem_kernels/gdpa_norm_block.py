@@ -73,7 +73,8 @@ def gdpa_norm_block(
         norm_bias: (H * D,), of the layer norm.
         rms_weight: (H * D,), of the RMS norm.
         layer_norm: Take the layer norm of q; without it n is q. With a norm left out this is a composition of
-            ``gem_kernels.gdpa`` and torch's norm, rounded between them and kept for the backward by torch.
+            ``gem_kernels.gdpa`` and torch's norm, rounded between them and kept for the backward by torch, whatever
+            ``recompute`` says.
         query_residual: Add n to the attention's output.
         rms_norm: Take the RMS norm of the sum.
         residual: Add q to the result.

@@ -75,9 +75,11 @@ def offsets_to_lengths(offsets: Tensor) -> Tensor:
 
     Raises:
         TypeError: if ``offsets`` is not an int32 or int64 tensor.
-        ValueError: if it is not one-dimensional with at least one entry.
+        ValueError: if it is not one-dimensional with at least one entry, and on the CPU if it does not rise from 0.
     """
     check_offsets("offsets_to_lengths", "offsets", offsets, offsets)
+    if can_read(offsets):
+        check_values_of_offsets("offsets_to_lengths", "offsets", offsets, int(offsets[-1]))
     return torch.diff(offsets)
 
 

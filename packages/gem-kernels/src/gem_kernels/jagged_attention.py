@@ -104,7 +104,7 @@ def jagged_attention(
     CUDA at most 1024 rows of 512 distances and of the time buckets, in float32. They cost a second pass over the pairs
     per table, only when a table requires a gradient.
 
-    Memory: on Hopper the backward of sequences of 4096 queries and keys and more in the mean allocates 4 bytes per
+    Memory: on Hopper the backward of sequences of more than 256 queries in the mean, D = 128, allocates 4 bytes per
     element of q, for sums in float32.
     """
     q, k, v = autocast_operands(q, k, v)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gem_kernels._src.attention.schedule import AttentionSchedule
 from gem_kernels._src.block_attention.check import check_block_size
 from gem_kernels._src.gdpa.activation import Activation, activation_name
+from gem_kernels._src.gdpa.names import ACTIVATION_NAMES
 from gem_kernels._src.jagged_attention.bias import check_buckets_per_octave
 from gem_kernels._src.validate import check_bool, check_scalar, check_scale, check_window
 from gem_kernels.block_attention import block_attention
@@ -151,7 +152,8 @@ class GDPA(nn.Module):
 
         What replaces the module may say no: its caller then computes the norms and sums around it.
         """
-        return not self.causal and tuple(self.window_size) == (-1, -1)
+        is_full = not self.causal and tuple(self.window_size) == (-1, -1)
+        return is_full and self.activation in ACTIVATION_NAMES
 
     def _obstacle(self) -> str | None:
         """Why ``has_norm_block`` is False."""
@@ -159,6 +161,8 @@ class GDPA(nn.Module):
             return "`causal` True"
         if tuple(self.window_size) != (-1, -1):
             return f"`window_size` {tuple(self.window_size)}"
+        if self.activation not in ACTIVATION_NAMES:
+            return "an `activation` of your own"
         return None if self.has_norm_block else f"`has_norm_block` False, as it is of this {type(self).__name__}"
 
     def forward(

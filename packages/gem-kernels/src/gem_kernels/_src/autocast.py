@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_CAST = (torch.float32, torch.bfloat16, torch.float16)
+
 
 def autocast_operands(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Inside ``torch.autocast`` of the tensors' device, cast them to its dtype, as torch does for matmul operands.
 
-    float64 stays as it is, also as in torch. Operands need not agree in dtype before: under autocast one may come from
+    float64 stays as it is, also as in torch, and so does what no matmul takes, for the checks to refuse. Operands need
+    not agree in dtype before: under autocast one may come from
     a linear layer and another from a norm, so this goes before the checks, and leaves what is no tensor to them.
     """
     if not all(isinstance(x, Tensor) for x in tensors):
@@ -19,4 +22,4 @@ def autocast_operands(*tensors: Tensor) -> tuple[Tensor, ...]:
     if device_type not in ("cpu", "cuda") or not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+    return tuple(x.to(dtype) if x.dtype in _CAST else x for x in tensors)

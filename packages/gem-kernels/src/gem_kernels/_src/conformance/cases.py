@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import operator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from gem_kernels._src.block_attention.configs import BLOCK_SIZES
+from gem_kernels._src.gdpa.names import ACTIVATION_NAMES
 
 ATTENTION_OPS = ("jagged_attention", "gdpa", "block_attention", "gdpa_norm_block")
 LINEAR_OPS = ("rmsnorm_linear", "linear_norm")
@@ -140,10 +145,59 @@ def _check_types(case: ConformanceCase) -> None:
         raise ValueError(
             f"ConformanceCase: `window_size` must be two ints >= -1, [left, right], got {window!r}; -1 is unbounded."
         )
+    _check_choices(case)
     for name in ("causal", "rotary", "affine", "bias", "recompute"):
         if not isinstance(getattr(case, name), bool):
             value = getattr(case, name)
             raise ValueError(f"ConformanceCase: `{name}` must be true or false, got {value!r}; give one of them.")
+
+
+def _check_choices(case: ConformanceCase) -> None:
+    """Raise on values that the op would refuse, before any case runs."""
+    choices: tuple[tuple[str, tuple[Any, ...]], ...] = (
+        ("activation", ACTIVATION_NAMES), ("block_size", BLOCK_SIZES), ("norm", ("layer", "rms")),
+    )  # fmt: skip
+    for name, allowed in choices:
+        value = getattr(case, name)
+        if value not in allowed:
+            raise ValueError(
+                f"ConformanceCase: `{name}` must be one of {', '.join(map(str, allowed))}, got {value!r}; give another."
+            )
+    heads = case.num_heads_kv or case.num_heads
+    if case.num_heads % heads:
+        raise ValueError(
+            f"ConformanceCase: `num_heads_kv` must divide `num_heads`, {case.num_heads}, got {heads}; change either."
+        )
+    if case.rotary and case.head_dim % 2:
+        raise ValueError(
+            f"ConformanceCase: `head_dim` must be even with `rotary`, got {case.head_dim}; change one of them."
+        )
+    num_queries, num_keys = (
+        len(case.query_lengths),
+        len(case.query_lengths if case.lengths_k is None else case.lengths_k),
+    )
+    if case.request_index is None and num_keys != num_queries:
+        raise ValueError(
+            f"ConformanceCase: `lengths_k` must have an entry for each of the {num_queries} of `lengths_q`, got "
+            f"{num_keys}; give as many, or a `request_index`."
+        )
+    index = case.request_index or ()
+    if case.lengths_q and case.request_index is not None and len(index) != num_queries:
+        raise ValueError(
+            f"ConformanceCase: `request_index` must have an entry for each of the {num_queries} of `lengths_q`, got "
+            f"{len(index)}; give as many."
+        )
+    if any(a > b for a, b in itertools.pairwise(index)) or max(index, default=0) >= max(num_keys, 1):
+        raise ValueError(
+            f"ConformanceCase: `request_index` must be key sequences in ascending order, below {num_keys}, got "
+            f"{list(index)}; correct it."
+        )
+    targets = case.num_targets
+    if targets is not None and (len(targets) != num_queries or any(map(operator.gt, targets, case.query_lengths))):
+        raise ValueError(
+            "ConformanceCase: `num_targets` must have an entry for each of `lengths_q`, at most its tokens, got "
+            f"{list(targets)}; correct it."
+        )
 
 
 def _is_int(value: Any, least: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Collection, Iterator
 
 import torch
@@ -38,9 +39,24 @@ def has_tested_gluon() -> bool:
     return triton.__version__.split(".")[:2] == ["3", "6"]
 
 
+@functools.cache
+def _warn_of_gluon() -> None:
+    """Once a process: the portable kernels are right, but slower."""
+    warnings.warn(
+        f"gem_kernels: its kernels for Hopper have run with Triton 3.6 alone, got {triton.__version__}: the portable "
+        "ones are used, at about half the speed; install triton 3.6 for Hopper's.",
+        stacklevel=2,
+    )
+
+
 def is_on_hopper(x: Tensor) -> bool:
     """Whether kernels in Gluon for Hopper can run where x lies, and are not set aside."""
-    return not _portable_only and x.is_cuda and capability_of(x) == (9, 0) and has_tested_gluon()
+    if _portable_only or not x.is_cuda or capability_of(x) != (9, 0):
+        return False
+    if not has_tested_gluon():
+        _warn_of_gluon()
+        return False
+    return True
 
 
 def serves(
