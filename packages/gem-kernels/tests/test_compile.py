@@ -33,7 +33,7 @@ OPS = {
 def rows():
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("compile_kernels.py")
-    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=900)
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=2400)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
