@@ -70,13 +70,13 @@ def test_registers_do_not_spill(rows):
 
 def test_no_undefined_read(rows):
     built = [row for row in rows if "error" not in row and row["target"] == 90]
-    faulty = [row for row in built if row["undefined_reads"]]
+    faulty = [row for row in built if row.get("undefined_reads")]
     assert not faulty, describe(faulty, "undefined_reads")
 
 
 def test_no_stray_descriptor(rows):
     built = [row for row in rows if "error" not in row and row["target"] == 90]
-    faulty = [row for row in built if row["stray_descriptors"]]
+    faulty = [row for row in built if row.get("stray_descriptors")]
     assert not faulty, describe(faulty, "stray_descriptors")
 
 
