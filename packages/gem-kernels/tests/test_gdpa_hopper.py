@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gem_kernels import gdpa, reference
+from gem_kernels._src.attention.hopper import units as hopper_units
 from gem_kernels._src.attention.hopper.launch import portable_only
 from gem_kernels._src.attention.hopper.units import backward_units, sequences_in_turn
 from gem_kernels._src.attention.pairing import pair_sequences
@@ -130,7 +131,7 @@ def test_the_backward_takes_pairs_where_it_has_run_and_leaves_their_factors_to_t
     monkeypatch.setattr(hopper_launch, "multiprocessors", lambda _: 132)
     for name in ("query_chunks", "make_schedule"):
         monkeypatch.setattr(hopper_launch, name, lambda *_, **__: made)
-    monkeypatch.setattr(hopper_launch, "backward_units", lambda *_, **__: (*made, 3))
+    monkeypatch.setattr(hopper_units, "backward_units", lambda *_, **__: (*made, 3))
     x = attention_inputs((130,), (70,), num_heads=4, num_heads_kv=num_heads_kv, head_dim=128, dtype=dtype)
     grads = hopper_launch.launch_hopper_backward(x.do, x.q, x.k, x.v, x.offsets_q, x.offsets_k, activation, 0.25, 0.3)
     assert len(launches) == (1 if in_pairs else 2)

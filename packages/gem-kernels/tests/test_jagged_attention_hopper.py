@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gem_kernels import jagged_attention, reference
+from gem_kernels._src.attention.hopper import units as hopper_units
 from gem_kernels._src.attention.hopper.launch import portable_only
 from gem_kernels._src.attention.pairing import pair_sequences
 from gem_kernels._src.jagged_attention import hopper_launch
@@ -145,7 +146,7 @@ def test_the_launch_of_one_kernel_gives_every_argument_its_place(recorded, inter
         asked.append((args, options))
         return units, num_units, 3
 
-    monkeypatch.setattr(hopper_launch, "backward_units", record)
+    monkeypatch.setattr(hopper_units, "backward_units", record)
     monkeypatch.setattr(hopper_launch, "is_onepass", lambda *_: True)
     x = attention_inputs((130,), (70,), num_heads=4, num_heads_kv=2, head_dim=128, dtype=torch.bfloat16)
     out, lse = torch.zeros_like(x.q), torch.zeros(130, 4)

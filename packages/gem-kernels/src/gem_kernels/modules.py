@@ -152,18 +152,23 @@ class GDPA(nn.Module):
 
         What replaces the module may say no: its caller then computes the norms and sums around it.
         """
-        is_full = not self.causal and tuple(self.window_size) == (-1, -1)
-        return is_full and self.activation in ACTIVATION_NAMES
+        return self._own_obstacle() is None
 
     def _obstacle(self) -> str | None:
-        """Why ``has_norm_block`` is False."""
+        """Why ``has_norm_block`` is False, also where what replaces the module says so."""
+        if self.has_norm_block:
+            return None
+        return self._own_obstacle() or f"`has_norm_block` False, as it is of this {type(self).__name__}"
+
+    def _own_obstacle(self) -> str | None:
+        """The setting that rules ``norm_block`` out."""
         if self.causal:
             return "`causal` True"
         if tuple(self.window_size) != (-1, -1):
             return f"`window_size` {tuple(self.window_size)}"
         if self.activation not in ACTIVATION_NAMES:
             return "an `activation` of your own"
-        return None if self.has_norm_block else f"`has_norm_block` False, as it is of this {type(self).__name__}"
+        return None
 
     def forward(
         self,

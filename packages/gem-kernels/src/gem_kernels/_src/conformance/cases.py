@@ -172,10 +172,8 @@ def _check_choices(case: ConformanceCase) -> None:
         raise ValueError(
             f"ConformanceCase: `head_dim` must be even with `rotary`, got {case.head_dim}; change one of them."
         )
-    num_queries, num_keys = (
-        len(case.query_lengths),
-        len(case.query_lengths if case.lengths_k is None else case.lengths_k),
-    )
+    num_queries = len(case.query_lengths)
+    num_keys = num_queries if case.lengths_k is None else len(case.lengths_k)
     if case.request_index is None and num_keys != num_queries:
         raise ValueError(
             f"ConformanceCase: `lengths_k` must have an entry for each of the {num_queries} of `lengths_q`, got "

@@ -197,3 +197,17 @@ def scaled_activation(name: str) -> ScaledActivation:
         return _SCALED[name]
     act = activation_pair(name, hardware=True)
     return ScaledActivation(act.value, act.derivative, 1.0, 1.0)
+
+
+def forward_activation(
+    name: str, dtype: torch.dtype, pre_scale: float, post_scale: float
+) -> tuple[dict[str, Any], float]:
+    """Constants of a forward kernel, in the order of its arguments, and the factor on its sums."""
+    pairs = pair_activation(name, dtype)
+    if pairs is not None:
+        value, scale = pairs.value, post_scale * pre_scale * pairs.scale
+    else:
+        act = scaled_activation(name)
+        value, scale = act.value, post_scale * act.value_scale
+    has_pre_scale = pairs is None and pre_scale != 1.0
+    return {"ACTIVATION": value, "IN_PAIRS": pairs is not None, "HAS_PRE_SCALE": has_pre_scale}, scale

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gem_kernels._src.attention.hopper.call import call, descriptor, sequence_descriptor, sums_descriptor
+from gem_kernels._src.attention.hopper.call import call, descriptor, sequence_descriptor
 from gem_kernels._src.attention.hopper.launch import is_copyable, multiprocessors, query_chunks, serves
 from gem_kernels._src.attention.hopper.schedule import make_schedule
-from gem_kernels._src.attention.hopper.units import backward_units, sequences_in_turn
+from gem_kernels._src.attention.hopper.units import one_kernel_arguments
 from gem_kernels._src.attention.launch import device_guard
 from gem_kernels._src.attention.pairing import Pairing
 from gem_kernels._src.attention.reuse import once
@@ -68,23 +68,16 @@ def launch_hopper_forward(
     """
     # Imported here: Gluon exists for NVIDIA GPUs only, and not in every Triton.
     from gem_kernels._src.attention.hopper.tiles import ROWS
-    from gem_kernels._src.gdpa.hopper_activation import pair_activation, scaled_activation
+    from gem_kernels._src.gdpa.hopper_activation import forward_activation
     from gem_kernels._src.gdpa.hopper_forward import _gdpa_hopper_fwd_kernel
 
     if k.shape[0] == 0:
         out.zero_()
         return
     num_heads, dim = q.shape[1:]
-    pairs = pair_activation(activation, q.dtype)
-    if pairs is not None:
-        value, scale = pairs.value, post_scale * pre_scale * pairs.scale
-    else:
-        act = scaled_activation(activation)
-        value, scale = act.value, post_scale * act.value_scale
+    of_activation, scale = forward_activation(activation, q.dtype, pre_scale, post_scale)
     constants = {
-        "ACTIVATION": value,
-        "IN_PAIRS": pairs is not None,
-        "HAS_PRE_SCALE": pairs is None and pre_scale != 1.0,
+        **of_activation,
         "ADD_QUERIES": add_queries,
         "ENDS": leaves_out_ends(k, offsets_k),
         "GROUP": num_heads // k.shape[1],
@@ -193,37 +186,16 @@ def _launch_in_pairs(
     post_scale: float,
 ) -> None:
     """All gradients by one kernel, head dim 128; for sums of dq it takes 4 bytes of memory for each element of q."""
-    from gem_kernels._src.attention.hopper.tiles import ROWS, TILE_ROWS
     from gem_kernels._src.gdpa.hopper_backward_pairs import _gdpa_hopper_bwd_pairs_kernel
 
-    num_heads, num_heads_kv = q.shape[1], k.shape[1]
-    side = sequences_in_turn(q.shape[0], offsets_q.shape[0] - 1, num_heads, rows=ROWS)
     constants = {
         "VALUE_AND_SLOPE": pairs.value_and_slope,
-        "GROUP": num_heads // num_heads_kv,
+        "GROUP": q.shape[1] // k.shape[1],
         "STAGES": PAIRS_STAGES,
         "D": PAIRS_HEAD_DIM,
         "num_warps": 4,
     }
     with device_guard(q):
-        units, num_units, num_places = once(
-            backward_units, offsets_q, offsets_k, q.shape[0], k.shape[0], tile_rows=TILE_ROWS, rows=ROWS, side=side
-        )
-        num_sums = num_places * num_heads * 2
-        sums = torch.empty(num_sums * ROWS, PAIRS_HEAD_DIM // 2, dtype=torch.float32, device=q.device)
-        # Claims of units of work, and turns: from a multiple of 16 bytes, as other alignments are other variants.
-        counters = torch.zeros(4 + num_sums, dtype=torch.int32, device=q.device)
-        arguments = (
-            *(sequence_descriptor(x, rows) for x, rows in ((q, ROWS), (do, ROWS), (k, TILE_ROWS), (v, TILE_ROWS))),
-            sequence_descriptor(dq.unflatten(2, (2, -1)).flatten(1, 2), ROWS),
-            *(sequence_descriptor(x, ROWS) for x in (dk, dv)),
-            sums_descriptor(sums, ROWS, PAIRS_HEAD_DIM // 2),
-            counters[4:],
-            counters[:1],
-            units,
-            num_units,
-            num_heads_kv,
-            pre_scale,
-            post_scale * pre_scale * pairs.scale,
-        )
+        tensors, work = one_kernel_arguments(do, q, k, v, (dq, dk, dv), offsets_q, offsets_k)
+        arguments = (*tensors, *work, pre_scale, post_scale * pre_scale * pairs.scale)
         call(_gdpa_hopper_bwd_pairs_kernel, multiprocessors(q.device), arguments, constants, q.device)

@@ -28,23 +28,26 @@ MAX_KEYS = 128
 """Of a sequence, of both: all in shared memory, or two tiles of the forward."""
 
 
+def _serves(x: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
+    """What both kernels of the block ask: half precision, heads of 128 that can be copied, and few keys."""
+    return (
+        is_on_hopper(x)
+        and x.dtype in (torch.float16, torch.bfloat16)
+        and x.shape[2] == HEAD_DIM
+        and 0 < options.max_seqlen_k <= MAX_KEYS
+        and 0 < x.shape[0] <= MAX_ROWS
+        and 0 < k.shape[0] <= MAX_ROWS
+        and all(is_copyable(y) for y in (x, k, v))
+    )
+
+
 def is_one_kernel(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
     """Whether ``launch_block`` computes this call's forward, from q to the output.
 
     Like all rules here a function of sizes, strides, dtype and device alone, so that all ranks of a job agree.
     """
-    return (
-        is_on_hopper(q)
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and options.query_residual
-        and options.residual
-        and q.shape[1] in FORWARD_HEADS
-        and q.shape[2] == HEAD_DIM
-        and 0 < options.max_seqlen_k <= MAX_KEYS
-        and 0 < q.shape[0] <= MAX_ROWS
-        and 0 < k.shape[0] <= MAX_ROWS
-        and all(is_copyable(x) for x in (q, k, v))
-    )
+    has_residuals = options.query_residual and options.residual
+    return _serves(q, k, v, options) and has_residuals and q.shape[1] in FORWARD_HEADS
 
 
 def launch_block(
@@ -65,7 +68,7 @@ def launch_block(
     """
     # Imported here: Gluon exists for NVIDIA GPUs only, and not in every Triton.
     from gem_kernels._src.attention.hopper.tiles import ROWS
-    from gem_kernels._src.gdpa.hopper_activation import pair_activation, scaled_activation
+    from gem_kernels._src.gdpa.hopper_activation import forward_activation
     from gem_kernels._src.gdpa_norm_block.hopper_forward import CONSUMERS, block_fwd_kernel
 
     num_rows, num_heads, dim = q.shape
@@ -75,12 +78,7 @@ def launch_block(
     kept = None
     if keep:
         kept = Kept(*(torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(2)))
-    pairs = pair_activation(options.activation, q.dtype)
-    if pairs is not None:
-        value, scale = pairs.value, options.post_scale * options.pre_scale * pairs.scale
-    else:
-        act = scaled_activation(options.activation)
-        value, scale = act.value, options.post_scale * act.value_scale
+    of_activation, scale = forward_activation(options.activation, q.dtype, options.pre_scale, options.post_scale)
     q_desc = sequence_descriptor(q, ROWS)
     arguments = (
         q_desc,
@@ -97,9 +95,7 @@ def launch_block(
         scale,
     )
     constants = {
-        "ACTIVATION": value,
-        "IN_PAIRS": pairs is not None,
-        "HAS_PRE_SCALE": pairs is None and options.pre_scale != 1.0,
+        **of_activation,
         "HAS_WEIGHT": parameters.norm_weight is not None,
         "HAS_BIAS": parameters.norm_bias is not None,
         "HAS_RMS_WEIGHT": parameters.rms_weight is not None,
@@ -150,17 +146,8 @@ def makes_gradients(x: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, options:
 
     A sequence and head is one unit of work, of which there must be enough for all multiprocessors.
     """
-    return (
-        is_on_hopper(x)
-        and x.dtype in (torch.float16, torch.bfloat16)
-        and x.shape[2] == HEAD_DIM
-        and k.shape[1] == x.shape[1]
-        and (offsets_q.shape[0] - 1) * x.shape[1] >= MIN_WORKS
-        and 0 < options.max_seqlen_k <= MAX_KEYS
-        and 0 < x.shape[0] <= MAX_ROWS
-        and 0 < k.shape[0] <= MAX_ROWS
-        and all(is_copyable(y) for y in (x, k, v))
-    )
+    num_works = (offsets_q.shape[0] - 1) * x.shape[1]
+    return _serves(x, k, v, options) and k.shape[1] == x.shape[1] and num_works >= MIN_WORKS
 
 
 def _longest_first(offsets_q: Tensor, offsets_k: Tensor) -> Tensor:

@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from gem_kernels._src.attention.hopper.call import call, descriptor, sequence_descriptor, sums_descriptor
+from gem_kernels._src.attention.hopper.call import call, descriptor, sequence_descriptor
 from gem_kernels._src.attention.hopper.launch import MAX_ROWS, is_copyable, multiprocessors, query_chunks, serves
 from gem_kernels._src.attention.hopper.schedule import make_schedule
-from gem_kernels._src.attention.hopper.units import backward_units, sequences_in_turn
+from gem_kernels._src.attention.hopper.units import one_kernel_arguments
 from gem_kernels._src.attention.hopper.window_schedule import make_window_schedule
 from gem_kernels._src.attention.launch import device_guard
 from gem_kernels._src.attention.pairing import Pairing
@@ -306,34 +306,11 @@ def _launch_onepass(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All three in one kernel, every product once; the sums of dq take whole tiles of queries."""
-    from gem_kernels._src.attention.hopper.tiles import ROWS, TILE_ROWS
     from gem_kernels._src.jagged_attention.hopper_onepass import _jagged_attention_hopper_onepass_kernel
 
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    num_heads, num_heads_kv = q.shape[1], k.shape[1]
-    side = sequences_in_turn(q.shape[0], offsets_q.shape[0] - 1, num_heads, rows=ROWS)
-    units, num_units, num_places = once(
-        backward_units, offsets_q, offsets_k, q.shape[0], k.shape[0], tile_rows=TILE_ROWS, rows=ROWS, side=side
-    )
-    num_sums = num_places * num_heads * 2
-    sums = torch.empty(num_sums * ROWS, HEAD_DIM // 2, dtype=torch.float32, device=q.device)
-    # Claims of units of work, and turns: from a multiple of 16 bytes, as other alignments are other variants.
-    counters = torch.zeros(4 + num_sums, dtype=torch.int32, device=q.device)
-    arguments = (
-        *(sequence_descriptor(x, rows) for x, rows in ((q, ROWS), (do, ROWS), (k, TILE_ROWS), (v, TILE_ROWS))),
-        sequence_descriptor(dq.unflatten(2, (2, -1)).flatten(1, 2), ROWS),
-        *(sequence_descriptor(x, ROWS) for x in (dk, dv)),
-        sums_descriptor(sums, ROWS, HEAD_DIM // 2),
-        stats,
-        stats.stride(0),
-        counters[4:],
-        counters[:1],
-        units,
-        num_units,
-        num_heads_kv,
-        scale * math.log2(math.e),
-        scale,
-    )
-    constants = {"GROUP": num_heads // num_heads_kv, "STAGES": ONEPASS_STAGES, "D": HEAD_DIM, "num_warps": 4}
+    tensors, work = one_kernel_arguments(do, q, k, v, (dq, dk, dv), offsets_q, offsets_k)
+    arguments = (*tensors, stats, stats.stride(0), *work, scale * math.log2(math.e), scale)
+    constants = {"GROUP": q.shape[1] // k.shape[1], "STAGES": ONEPASS_STAGES, "D": HEAD_DIM, "num_warps": 4}
     call(_jagged_attention_hopper_onepass_kernel, multiprocessors(q.device), arguments, constants, q.device)
     return dq, dk, dv

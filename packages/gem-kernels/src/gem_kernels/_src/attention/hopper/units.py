@@ -7,16 +7,17 @@ same work, take turns instead: by the time that a program begins with one, the o
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gem_kernels._src.attention.hopper.call import call
+from gem_kernels._src.attention.hopper.call import call, sequence_descriptor, sums_descriptor
 from gem_kernels._src.attention.hopper.order import length_of, order_by_work
 from gem_kernels._src.attention.hopper.schedule import OTHERS
+from gem_kernels._src.attention.reuse import once
 
 FIELDS = 8
 """Numbers of a unit."""
@@ -134,3 +135,49 @@ def backward_units(
         device,
     )
     return Units(units, num_units, total_q // rows + num_sequences)
+
+
+class OneKernelArguments(NamedTuple):
+    """What the backwards in one kernel take alike, in their order."""
+
+    tensors: tuple[Any, ...]
+    """Descriptors of q, dO, k, v, dq by halves of its channels, dk, dv and the sums of dq."""
+    work: tuple[Any, ...]
+    """Turns, claims, units, their number, and key heads."""
+
+
+def one_kernel_arguments(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, gradients: tuple[Tensor, Tensor, Tensor], offsets_q: Tensor,
+    offsets_k: Tensor,
+) -> OneKernelArguments:  # fmt: skip
+    """Cut a batch into units, with new memory for sums of dq, 4 bytes an element of whole tiles, and for turns.
+
+    Args:
+        do: (T_q, H, D), as is q; all by rows that the copy engine can read.
+        q: Of at least one row, as is k.
+        k: (T_k, H_kv, D), as is v.
+        v: (T_k, H_kv, D).
+        gradients: dq, dk and dv, contiguous.
+        offsets_q: (B + 1,), contiguous, as is ``offsets_k``.
+        offsets_k: (B + 1,).
+    """
+    # Imported here: Gluon exists for NVIDIA GPUs only, and not in every Triton.
+    from gem_kernels._src.attention.hopper.tiles import ROWS, TILE_ROWS
+
+    num_heads, half = q.shape[1], q.shape[2] // 2
+    side = sequences_in_turn(q.shape[0], offsets_q.shape[0] - 1, num_heads, rows=ROWS)
+    units, num_units, num_places = once(
+        backward_units, offsets_q, offsets_k, q.shape[0], k.shape[0], tile_rows=TILE_ROWS, rows=ROWS, side=side
+    )
+    num_sums = num_places * num_heads * 2
+    sums = torch.empty(num_sums * ROWS, half, dtype=torch.float32, device=q.device)
+    # Claims of units of work, and turns: from a multiple of 16 bytes, as other alignments are other variants.
+    counters = torch.zeros(4 + num_sums, dtype=torch.int32, device=q.device)
+    dq, dk, dv = gradients
+    tensors = (
+        *(sequence_descriptor(x, rows) for x, rows in ((q, ROWS), (do, ROWS), (k, TILE_ROWS), (v, TILE_ROWS))),
+        sequence_descriptor(dq.unflatten(2, (2, -1)).flatten(1, 2), ROWS),
+        *(sequence_descriptor(x, ROWS) for x in (dk, dv)),
+        sums_descriptor(sums, ROWS, half),
+    )
+    return OneKernelArguments(tensors, (counters[4:], counters[:1], units, num_units, k.shape[1]))
