@@ -41,14 +41,15 @@ def test_units_own_every_key_once_and_wait_for_units_before_them(lengths, side, 
     x = attention_inputs(lengths_q, lengths_k, num_heads=1, head_dim=8)
     totals = sum(lengths_q), sum(lengths_k)
     made = backward_units(x.offsets_q, x.offsets_k, *totals, tile_rows=128, rows=64, side=side)
-    units = made.units[: int(made.num_units), :7].tolist()
+    units = made.units[: int(made.num_units)].tolist()
     starts = list(zip(x.offsets_q.tolist(), x.offsets_k.tolist(), strict=True))
     expected = []
     for b, (len_q, len_k) in enumerate(zip(lengths_q, lengths_k, strict=True)):
         count = max(-(-len_k // 128), 1)
         first_q, first_k = starts[b]
+        of_batch = [first_q // 64 + b, int(count == 2)]
         expected += [
-            [first_k + 128 * i, min(len_k - 128 * i, 128), first_q, len_q, i, int(i == count - 1), first_q // 64 + b]
+            [first_k + 128 * i, min(len_k - 128 * i, 128), first_q, len_q, i, int(i == count - 1), *of_batch]
             for i in range(count)
         ]
     assert sorted(units) == sorted(expected)
@@ -109,16 +110,16 @@ def test_the_forward_leaves_every_factor_that_the_kernel_omits_to_the_output(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "activation", "num_heads_kv", "in_pairs"),
+    ("dtype", "activation", "num_heads_kv", "max_seqlen_k", "in_pairs"),
     [
-        (torch.bfloat16, "fast_gelu", 4, True),
-        (torch.bfloat16, "fast_gelu", 2, True),
-        (torch.float16, "fast_gelu", 4, False),
-        (torch.bfloat16, "silu", 4, False),
+        (torch.bfloat16, "fast_gelu", 4, 256, True),
+        (torch.bfloat16, "fast_gelu", 2, 257, True),
+        (torch.float16, "fast_gelu", 4, 70, False),
+        (torch.bfloat16, "silu", 4, 70, False),
     ],
 )
 def test_the_backward_takes_pairs_where_it_has_run_and_leaves_their_factors_to_the_gradients(
-    dtype, activation, num_heads_kv, in_pairs, monkeypatch
+    dtype, activation, num_heads_kv, max_seqlen_k, in_pairs, monkeypatch
 ):
     launches = []
 
@@ -133,7 +134,8 @@ def test_the_backward_takes_pairs_where_it_has_run_and_leaves_their_factors_to_t
         monkeypatch.setattr(hopper_launch, name, lambda *_, **__: made)
     monkeypatch.setattr(hopper_units, "backward_units", lambda *_, **__: (*made, 3))
     x = attention_inputs((130,), (70,), num_heads=4, num_heads_kv=num_heads_kv, head_dim=128, dtype=dtype)
-    grads = hopper_launch.launch_hopper_backward(x.do, x.q, x.k, x.v, x.offsets_q, x.offsets_k, activation, 0.25, 0.3)
+    offsets = x.offsets_q, x.offsets_k
+    grads = hopper_launch.launch_hopper_backward(x.do, x.q, x.k, x.v, *offsets, max_seqlen_k, activation, 0.25, 0.3)
     assert len(launches) == (1 if in_pairs else 2)
     given = {name: value for launch in launches for name, value in launch.items()}
     places = [given[f"{name}_desc"].base.data_ptr() for name in ("dq", "dk", "dv")]
@@ -142,7 +144,8 @@ def test_the_backward_takes_pairs_where_it_has_run_and_leaves_their_factors_to_t
     if in_pairs:
         assert (given["num_heads_kv"], given["GROUP"]) == (num_heads_kv, 4 // num_heads_kv)
         assert given["dq_desc"].shape[-1] == 4 * 128
-        assert given["sums_desc"].base.shape == (3 * 4 * 2 * 64, 64)
+        # Two units of a sequence hand dq on in its own memory.
+        assert given["sums_desc"].base.shape == ((3 * 4 * 2 if max_seqlen_k > 256 else 1) * 64, 64)
         assert given["turns_ptr"].shape == (3 * 4 * 2,)
         assert not given["turns_ptr"].any()
         assert not given["claims_ptr"].any()
@@ -248,6 +251,8 @@ GPU_LENGTHS = [
     ((1, 0, 63, 64, 65, 129, 300, 0, 5), (7, 64, 0, 65, 1, 300, 513, 0, 64)),
     ((130,) * 5, (0, 1, 0, 0, 2)),
     ((8192, 3), (100, 8192)),
+    # The first of two units leaves its part of dq in the memory of dq.
+    ((1, 63, 64, 65, 129, 300, 0, 700) * 20, (129, 130, 191, 192, 193, 255, 256, 200) * 20),
 ]
 
 
@@ -289,8 +294,9 @@ def test_gpu_hopper_without_one_side_gives_zero(lengths, launches):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3.0])
-def test_gpu_hopper_lets_no_sequence_reach_another(value, launches):
-    lengths_q, lengths_k = (70, 33, 150, 9) * 50, (70, 20, 40, 3) * 50
+@pytest.mark.parametrize("keys", [(70, 20, 40, 3), (200, 129, 256, 130), (130, 640, 300, 3)], ids=["1", "2", "many"])
+def test_gpu_hopper_lets_no_sequence_reach_another(keys, value, launches):
+    lengths_q, lengths_k = (70, 33, 150, 9) * 50, keys * 50
     x = attention_inputs(lengths_q, lengths_k, num_heads=2, head_dim=128, dtype=torch.bfloat16, device="cuda")
     before = call(x, activation="fast_gelu")
     changed = x._replace(q=x.q.clone(), k=x.k.clone(), v=x.v.clone(), do=x.do.clone())

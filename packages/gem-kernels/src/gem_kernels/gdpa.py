@@ -98,7 +98,7 @@ def gdpa(
     bits on every run. Under autocast q, k and v are cast to the autocast dtype.
 
     Memory: on Hopper the backward with fast_gelu in bfloat16, D = 128, allocates 4 bytes per element of q, for sums in
-    float32.
+    float32, where ``max_seqlen_k`` is above 256.
 
     Example:
         HSTU over histories that end in candidates, and pooling by seeds (S, H, D):

@@ -349,7 +349,7 @@ def launch_backward(
     pairing = pair_sequences(q, offsets_q, offsets_k, request_index, max_seqlen_q, left, right)
     if hopper_launch.applies(q, k, v, pairing, num_targets, left, right):
         return hopper_launch.launch_hopper_backward(
-            do, q, k, v, pairing.offsets_q, pairing.offsets_k, activation, pre_scale, post_scale
+            do, q, k, v, pairing.offsets_q, pairing.offsets_k, max_seqlen_k, activation, pre_scale, post_scale
         )
     num_targets = None if num_targets is None else num_targets.contiguous()
     act = activation_pair(activation, hardware=q.is_cuda)

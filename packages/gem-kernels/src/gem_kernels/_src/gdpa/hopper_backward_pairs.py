@@ -4,7 +4,8 @@ Scores are computed again; nothing but q, k and v was kept. A unit of work (``at
 one sequence and key head, against all its queries in tiles of 64: S^T = K Q^T, dP^T = V dO^T, dV += P^T dO,
 dK += dS^T Q and dQ = dS K. The gradients of keys and values stay in registers, P and dS are left operands in registers.
 
-Parts of dq are handed on from unit to unit (``attention.hopper.parts``, which has the roles that only copy).
+Parts of dq are handed on from unit to unit (``attention.hopper.parts``, which has the roles that only copy), the first
+of two in the memory of dq.
 
 Five roles share a program:
 
@@ -29,7 +30,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from gem_kernels._src.attention.hopper.parts import leave_dq, move_dq, num_query_tiles, produce, unit_of
-from gem_kernels._src.attention.hopper.tiles import ROWS, TILE_ROWS, allocate_barriers, view_as, write_rows
+from gem_kernels._src.attention.hopper.tiles import (
+    ROWS,
+    TILE_ROWS,
+    allocate_barriers,
+    release,
+    thread_barrier,
+    view_as,
+    write_rows,
+)
 from gem_kernels._src.attention.hopper.turns import NUM_WORKS, await_work
 from gem_kernels._src.gdpa.hopper_activation import times_pairs
 
@@ -65,9 +74,9 @@ def _consume(
     grants = 0
     stage = 0  # query tiles so far
     index = 0  # units of work so far
-    # Of the tile before: whether the sum so far is in its place, and whether its dq is whole with this unit.
+    # Of the tile before: which parts are in its place, and whether its dq is left rounded.
     take = 0
-    is_whole = 1
+    is_rounded = 1
     work = await_work(works, work_ready, work_empty, 0, 4)
     if work < num_works:
         mbarrier.wait(k_ready.index(0), 0)
@@ -81,6 +90,7 @@ def _consume(
         len_q = gl.load(ptr + 3)
         block = gl.load(ptr + 4)
         is_last = gl.load(ptr + 5)
+        in_dq = gl.load(ptr + 7)
         while work < num_works:
             next_work = work
             channel = (work % num_heads_kv) * D
@@ -112,13 +122,15 @@ def _consume(
                 mbarrier.wait(ds_empty.index(stage & 1), ((stage >> 1) & 1) ^ 1)
                 ds_tiles.index(stage & 1).slice(W * _ROWS, _ROWS, dim=0).store(ds_own)
                 fence_async_shared()
-                mbarrier.arrive(ds_ready.index(stage & 1), count=1)
+                thread_barrier()
+                release(ds_ready.index(stage & 1), True)
                 ds = gl.convert_layout(ds_own, p_layout)
                 # dq of the query tile before, which may be the last of another unit.
                 before = stage - 1
                 before_index = index - gl.where(i == 0, 1, 0)
                 dv, p = warpgroup_mma_wait(0, deps=[dv, p])
-                mbarrier.arrive(do_empty.index(s), count=1)
+                thread_barrier()
+                release(do_empty.index(s), True)
                 dk = warpgroup_mma(ds, q, dk, is_async=True)
                 if is_end:
                     next_work = await_work(works, work_ready, work_empty, next_index, 4)
@@ -135,15 +147,17 @@ def _consume(
                     ds_tiles.index(before & 1).permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True
                 )
                 dk, ds, scores, dq = warpgroup_mma_wait(0, deps=[dk, ds, next_scores, dq])
-                mbarrier.arrive(q_empty.index(s), count=1)
+                thread_barrier()
+                release(q_empty.index(s), True)
                 if stage > 0:
-                    mbarrier.arrive(ds_empty.index(before & 1), count=1)
+                    release(ds_empty.index(before & 1), True)
                     mbarrier.wait(dq_free.index(W), grants & 1)
-                    leave_dq(dq, dq_tile, half_tile, take, is_whole, out_scale)
-                    mbarrier.arrive(dq_ready.index(W), count=1)
+                    leave_dq(dq, dq_tile, half_tile, take, is_rounded, out_scale, True)
+                    thread_barrier()
+                    release(dq_ready.index(W), True)
                     grants += 1
-                take = gl.where((block > 0) & (is_last != 0) & (rest > 0), 1, 0)
-                is_whole = is_last
+                take = gl.where((block > 0) & (is_last != 0) & (rest > 0), 1 + in_dq, 0)
+                is_rounded = is_last | in_dq
                 rest -= _ROWS
                 if GROUP > 1:
                     rest = gl.where(rest <= 0, len_q, rest)
@@ -157,6 +171,7 @@ def _consume(
             len_q = gl.load(ptr + 3)
             block = gl.load(ptr + 4)
             is_last = gl.load(ptr + 5)
+            in_dq = gl.load(ptr + 7)
             # The place of dq takes the gradients of keys and values on their way out.
             mbarrier.wait(dq_free.index(W), grants & 1)
             grants += 1
@@ -173,7 +188,7 @@ def _consume(
         dq = warpgroup_mma(ds_tiles.index(before & 1).permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, deps=[dq])
         mbarrier.wait(dq_free.index(W), grants & 1)
-        leave_dq(dq, dq_tile, half_tile, take, is_whole, out_scale)
+        leave_dq(dq, dq_tile, half_tile, take, is_rounded, out_scale, True)
         mbarrier.arrive(dq_ready.index(W), count=1)
 
 
@@ -272,14 +287,14 @@ def _gdpa_hopper_bwd_pairs_kernel(
                 move_dq,
                 (
                     dq_desc, sums_desc, units_ptr, turns_ptr, dq_tiles, dq_free, dq_ready, works, work_ready,
-                    work_empty, num_works, num_heads_kv, 0, GROUP, D,
+                    work_empty, num_works, num_heads_kv, 0, GROUP, D, True,
                 ),
             ),
             (
                 move_dq,
                 (
                     dq_desc, sums_desc, units_ptr, turns_ptr, dq_tiles, dq_free, dq_ready, works, work_ready,
-                    work_empty, num_works, num_heads_kv, 1, GROUP, D,
+                    work_empty, num_works, num_heads_kv, 1, GROUP, D, True,
                 ),
             ),
         ],

@@ -109,6 +109,7 @@ def launch_hopper_backward(
     v: Tensor,
     offsets_q: Tensor,
     offsets_k: Tensor,
+    max_seqlen_k: int,
     activation: str,
     pre_scale: float,
     post_scale: float,
@@ -123,7 +124,7 @@ def launch_hopper_backward(
     num_heads, num_heads_kv, dim = q.shape[1], k.shape[1], q.shape[2]
     pairs = pair_activation(activation, q.dtype)
     if pairs is not None and dim == PAIRS_HEAD_DIM:
-        _launch_in_pairs(do, q, k, v, dq, dk, dv, offsets_q, offsets_k, pairs, pre_scale, post_scale)
+        _launch_in_pairs(do, q, k, v, dq, dk, dv, offsets_q, offsets_k, max_seqlen_k, pairs, pre_scale, post_scale)
         return dq, dk, dv
     act = scaled_activation(activation)
     ds_scale = pre_scale * post_scale * act.derivative_scale
@@ -181,11 +182,16 @@ def _launch_in_pairs(
     dv: Tensor,
     offsets_q: Tensor,
     offsets_k: Tensor,
+    max_seqlen_k: int,
     pairs: PairActivation,
     pre_scale: float,
     post_scale: float,
 ) -> None:
-    """All gradients by one kernel, head dim 128; for sums of dq it takes 4 bytes of memory for each element of q."""
+    """All gradients by one kernel, head dim 128.
+
+    Of sequences with more than two tiles of keys it sums dq in new memory, 4 bytes for each element of q.
+    """
+    from gem_kernels._src.attention.hopper.tiles import TILE_ROWS
     from gem_kernels._src.gdpa.hopper_backward_pairs import _gdpa_hopper_bwd_pairs_kernel
 
     constants = {
@@ -196,6 +202,8 @@ def _launch_in_pairs(
         "num_warps": 4,
     }
     with device_guard(q):
-        tensors, work = one_kernel_arguments(do, q, k, v, (dq, dk, dv), offsets_q, offsets_k)
+        gradients = dq, dk, dv
+        has_sums = max_seqlen_k > 2 * TILE_ROWS
+        tensors, work = one_kernel_arguments(do, q, k, v, gradients, offsets_q, offsets_k, has_sums=has_sums)
         arguments = (*tensors, *work, pre_scale, post_scale * pre_scale * pairs.scale)
         call(_gdpa_hopper_bwd_pairs_kernel, multiprocessors(q.device), arguments, constants, q.device)

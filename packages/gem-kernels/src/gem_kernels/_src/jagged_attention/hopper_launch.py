@@ -309,7 +309,7 @@ def _launch_onepass(
     from gem_kernels._src.jagged_attention.hopper_onepass import _jagged_attention_hopper_onepass_kernel
 
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    tensors, work = one_kernel_arguments(do, q, k, v, (dq, dk, dv), offsets_q, offsets_k)
+    tensors, work = one_kernel_arguments(do, q, k, v, (dq, dk, dv), offsets_q, offsets_k, has_sums=True)
     arguments = (*tensors, stats, stats.stride(0), *work, scale * math.log2(math.e), scale)
     constants = {"GROUP": q.shape[1] // k.shape[1], "STAGES": ONEPASS_STAGES, "D": HEAD_DIM, "num_warps": 4}
     call(_jagged_attention_hopper_onepass_kernel, multiprocessors(q.device), arguments, constants, q.device)

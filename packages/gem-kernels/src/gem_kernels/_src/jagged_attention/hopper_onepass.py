@@ -188,7 +188,7 @@ def _consume(
                 if stage > 0:
                     mbarrier.arrive(ds_empty.index(before & 1), count=1)
                     mbarrier.wait(dq_free.index(W), grants & 1)
-                    leave_dq(dq, dq_tile, half_tile, take, is_whole, ds_scale)
+                    leave_dq(dq, dq_tile, half_tile, take, is_whole, ds_scale, False)
                     mbarrier.arrive(dq_ready.index(W), count=1)
                     grants += 1
                 dk, ds, scores = warpgroup_mma_wait(0, deps=[dk, ds, next_scores])
@@ -224,7 +224,7 @@ def _consume(
         dq = warpgroup_mma(ds_tiles.index(before & 1).permute((1, 0)), k_half, no_dq, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, deps=[dq])
         mbarrier.wait(dq_free.index(W), grants & 1)
-        leave_dq(dq, dq_tile, half_tile, take, is_whole, ds_scale)
+        leave_dq(dq, dq_tile, half_tile, take, is_whole, ds_scale, False)
         mbarrier.arrive(dq_ready.index(W), count=1)
 
 
@@ -331,14 +331,14 @@ def _jagged_attention_hopper_onepass_kernel(
                 move_dq,
                 (
                     dq_desc, sums_desc, units_ptr, turns_ptr, dq_tiles, dq_free, dq_ready, works, work_ready,
-                    work_empty, num_works, num_heads_kv, 0, GROUP, D,
+                    work_empty, num_works, num_heads_kv, 0, GROUP, D, False,
                 ),
             ),
             (
                 move_dq,
                 (
                     dq_desc, sums_desc, units_ptr, turns_ptr, dq_tiles, dq_free, dq_ready, works, work_ready,
-                    work_empty, num_works, num_heads_kv, 1, GROUP, D,
+                    work_empty, num_works, num_heads_kv, 1, GROUP, D, False,
                 ),
             ),
         ],

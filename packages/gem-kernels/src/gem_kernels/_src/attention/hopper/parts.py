@@ -6,6 +6,9 @@ that the result is the same on every run: the first stores its part, those in th
 theirs, the last fetches the sum into shared memory, adds its own part, rounds and writes dq. A counter for each query
 tile says how many parts it has. Where one unit has all keys, it writes dq at once.
 
+With ``IN_DQ``, where two units have all keys, the first leaves its part where dq will be, rounded as dq is, and the
+second adds it to its own: half the bytes, where these are what binds, for one rounding of dq more.
+
 Programs claim units in the order of the list, and a unit waits for units before it alone, which are done or run on a
 program that has begun: there is always one that waits for nobody, however many programs run at a time.
 
@@ -113,7 +116,7 @@ def produce(
 @gluon.jit
 def move_dq(
     dq_desc, sums_desc, units_ptr, turns_ptr, dq_tiles, dq_free, dq_ready, works, work_ready, work_empty, num_works,
-    num_heads_kv, W: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
+    num_heads_kv, W: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, IN_DQ: gl.constexpr,
 ):  # fmt: skip
     """Grant consumer ``W`` the place for its half of dq, and send what it leaves there."""
     HALF: gl.constexpr = D // 2
@@ -131,6 +134,7 @@ def move_dq(
     block = gl.load(ptr + 4)
     is_last = gl.load(ptr + 5)
     first_place = gl.load(ptr + 6)
+    in_dq = gl.load(ptr + 7) if IN_DQ else 0
     while work < num_works:
         head = (work % num_heads_kv) * GROUP
         place = (first_place * (num_heads_kv * GROUP) + head) * 2 + W
@@ -145,6 +149,7 @@ def move_dq(
         next_block = block
         next_is_last = is_last
         next_first_place = first_place
+        next_in_dq = in_dq
         for j in range(count + 1):
             # The last tile of a unit comes when the consumer is in the next: before it, keys and values.
             is_gap = j == count - 1
@@ -156,8 +161,12 @@ def move_dq(
                 while turn < block:
                     turn = turn_of(turns_ptr + place)
                 fence_turn(turn)
-                mbarrier.expect(dq_free.index(W), _ROWS * HALF * 4)
-                tma_load(sums_desc, [place * _ROWS, 0], dq_free.index(W), dq_tile)
+                if in_dq != 0:
+                    mbarrier.expect(dq_free.index(W), _ROWS * HALF * 2)
+                    copy_rows(dq_desc, first_q, len_q, i * _ROWS, channel, dq_free.index(W), out_tile)
+                else:
+                    mbarrier.expect(dq_free.index(W), _ROWS * HALF * 4)
+                    tma_load(sums_desc, [place * _ROWS, 0], dq_free.index(W), dq_tile)
             else:
                 mbarrier.arrive(dq_free.index(W), count=1)
                 if waits:
@@ -175,10 +184,11 @@ def move_dq(
                 next_block = gl.load(next_ptr + 4)
                 next_is_last = gl.load(next_ptr + 5)
                 next_first_place = gl.load(next_ptr + 6)
+                next_in_dq = gl.load(next_ptr + 7) if IN_DQ else 0
             mbarrier.wait(dq_ready.index(W), grant & 1)
             grant += 1
             if rest > 0:
-                if is_last != 0:
+                if (is_last | in_dq if IN_DQ else is_last) != 0:
                     length = gl.minimum(rest, _ROWS)
                     row = first_q + i * _ROWS
                     tma_store(dq_desc, [_END, row + length, _END - length, channel], out_place)
@@ -210,17 +220,25 @@ def move_dq(
         block = next_block
         is_last = next_is_last
         first_place = next_first_place
+        in_dq = next_in_dq
     tma.store_wait(pendings=0)
 
 
 @gluon.jit
-def leave_dq(dq, dq_tile, half_tile, take, is_last, out_scale):
-    """Leave a unit's part of dq in its place, or what it is with the sum that is there."""
+def leave_dq(dq, dq_tile, half_tile, take, is_rounded, out_scale, IN_DQ: gl.constexpr):
+    """Leave a unit's part of dq in its place, or what it is with the parts that are there.
+
+    ``take``: 0 for none, 1 for a sum in float32, with ``IN_DQ`` 2 for a part in the dtype of dq.
+    """
     place = view_as(dq_tile, gl.float32, dq.shape, _PART_LAYOUT)
-    for _ in range(take):
+    for _ in range(take & 1 if IN_DQ else take):
         dq = dq + place.load(dq.type.layout)
-    if is_last != 0:
-        half_tile.store((dq * out_scale).to(half_tile.dtype))
+    if is_rounded != 0:
+        out = dq * out_scale
+        if IN_DQ:
+            for _ in range(take >> 1):
+                out = out + half_tile.load(dq.type.layout).to(gl.float32)
+        half_tile.store(out.to(half_tile.dtype))
     else:
         place.store(dq)
     fence_async_shared()

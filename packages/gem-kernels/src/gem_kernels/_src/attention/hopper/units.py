@@ -32,7 +32,8 @@ class Units(NamedTuple):
 
     units: Tensor
     """(N, 8) int32: first key row, keys, first query row, queries, key tiles of the same sequence before this one,
-    whether it is the last, and the place of the sequence's first query tile. N is a bound, not all of it is written.
+    whether it is the last, the place of the sequence's first query tile, and whether the sequence has two tiles of
+    keys. N is a bound, not all of it is written.
     """
     num_units: Tensor
     """(1,) int32, on the device: how many rows of ``units`` are written."""
@@ -91,6 +92,7 @@ def units_kernel(
         tl.store(ptr + 5, (i == tiles - 1).to(tl.int32), mask=mask)
         # The last tile of a sequence may be partial: one place more for each sequence before.
         tl.store(ptr + 6, first_q // ROWS + b, mask=mask)
+        tl.store(ptr + 7, (tiles == 2).to(tl.int32), mask=mask)
         before += tl.max(count, 0)
 
 
@@ -148,9 +150,9 @@ class OneKernelArguments(NamedTuple):
 
 def one_kernel_arguments(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, gradients: tuple[Tensor, Tensor, Tensor], offsets_q: Tensor,
-    offsets_k: Tensor,
+    offsets_k: Tensor, *, has_sums: bool,
 ) -> OneKernelArguments:  # fmt: skip
-    """Cut a batch into units, with new memory for sums of dq, 4 bytes an element of whole tiles, and for turns.
+    """Cut a batch into units, with new memory for turns and for sums of dq, 4 bytes an element of whole tiles.
 
     Args:
         do: (T_q, H, D), as is q; all by rows that the copy engine can read.
@@ -160,6 +162,7 @@ def one_kernel_arguments(
         gradients: dq, dk and dv, contiguous.
         offsets_q: (B + 1,), contiguous, as is ``offsets_k``.
         offsets_k: (B + 1,).
+        has_sums: Whether some part of dq is handed on in float32; else there is no memory for them.
     """
     # Imported here: Gluon exists for NVIDIA GPUs only, and not in every Triton.
     from gem_kernels._src.attention.hopper.tiles import ROWS, TILE_ROWS
@@ -170,7 +173,7 @@ def one_kernel_arguments(
         backward_units, offsets_q, offsets_k, q.shape[0], k.shape[0], tile_rows=TILE_ROWS, rows=ROWS, side=side
     )
     num_sums = num_places * num_heads * 2
-    sums = torch.empty(num_sums * ROWS, half, dtype=torch.float32, device=q.device)
+    sums = torch.empty((num_sums if has_sums else 1) * ROWS, half, dtype=torch.float32, device=q.device)
     # Claims of units of work, and turns: from a multiple of 16 bytes, as other alignments are other variants.
     counters = torch.zeros(4 + num_sums, dtype=torch.int32, device=q.device)
     dq, dk, dv = gradients
