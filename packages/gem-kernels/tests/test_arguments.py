@@ -124,6 +124,21 @@ def test_forward_mode_through_a_compiled_function_is_refused(op):
         torch.func.jvp(compiled, (x,), (torch.ones_like(x),))
 
 
+@pytest.mark.parametrize(("op", "tensor"), [(op, tensor) for op in CALLS for tensor in CALLS[op][1]])
+def test_gradients_by_torch_func_are_refused_for_every_tensor(op, tensor):
+    function, tensors, options = CALLS[op]
+
+    def of_one(value):
+        return function(**tensors | {tensor: value}, **options)
+
+    # torch's own error speaks of a staticmethod that an autograd.Function lacks.
+    words = rf"^{op}: `(\w+|grads\[0\])` must be no tensor of torch.func .*; use torch.autograd.grad"
+    for transform in (torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f), out_dims=0)):
+        x = tensors[tensor] if transform is torch.func.grad else tensors[tensor][None]
+        with pytest.raises(NotImplementedError, match=words):
+            transform(of_one)(x)
+
+
 @forward_mode
 def test_jagged_helpers_follow_forward_mode():
     x, tangent = draw(5, 2), draw(5, 2)

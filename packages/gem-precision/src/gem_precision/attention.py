@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from gem_kernels.modules import GDPA, BlockAttention, JaggedAttention
-from gem_precision._src.forward_ad import refuse_tangents
 from gem_precision._src.jagged_blocks import JaggedBlocks
 from gem_precision._src.quantize import quantize_jagged, quantize_jagged_grad
+from gem_precision._src.transforms import refuse_transforms
 from gem_precision.recipe import BF16Recipe, MXFP8Recipe
 
 __all__ = [
@@ -65,7 +65,7 @@ def _check_operand(name: str, x: Tensor) -> None:
             f"MXFP8 attention: `{name}` must have shape (T, H, D), got {tuple(x.shape)}; pack the sequences along dim "
             "0 first."
         )
-    refuse_tangents("MXFP8 attention", **{name: x})
+    refuse_transforms("MXFP8 attention", **{name: x})
 
 
 def _check_offsets(name: str, offsets: Tensor) -> None:

@@ -12,8 +12,8 @@ from torch.nn.functional import linear, pad
 
 from gem_kernels.column_sums import column_sums
 from gem_precision._src import cast_once
-from gem_precision._src.forward_ad import refuse_tangents
 from gem_precision._src.quantize import fake_quantize
+from gem_precision._src.transforms import refuse_transforms
 from gem_precision.recipe import BF16Recipe, MXFP8Recipe
 
 __all__ = ["BF16Linear", "HighPrecisionLinear", "MXFP8Linear"]
@@ -92,9 +92,9 @@ class MXFP8Linear(nn.Linear):
         Raises:
             TypeError: if the input is not float32, bfloat16 or float16 like the weight.
             ValueError: on another number of features.
-            NotImplementedError: under forward-mode AD.
+            NotImplementedError: under forward-mode AD or torch.func.
         """
-        refuse_tangents("MXFP8Linear", input=input, weight=self.weight, bias=self.bias)
+        refuse_transforms("MXFP8Linear", input=input, weight=self.weight, bias=self.bias)
         x: Tensor = input
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias

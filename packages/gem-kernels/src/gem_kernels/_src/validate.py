@@ -45,13 +45,22 @@ def check_dense(op: str, name: str, x: Any) -> None:
 
 
 def check_tensor(op: str, name: str, x: Any) -> None:
-    """Raise unless ``x`` is dense and has no forward-mode tangent, which an op would take for zero."""
+    """Raise unless ``x`` is dense and nothing follows it that an op has no formula for.
+
+    That is a tangent of forward-mode AD, which an op would take for zero, and torch.func.grad, whose own error names
+    neither the op nor a way.
+    """
     check_dense(op, name, x)
     # Nearly always outside of forward-mode AD; this one number says so without an op for every tensor.
     if getattr(forward_ad, "_current_level", 0) >= 0 and forward_ad.unpack_dual(x).tangent is not None:
         raise NotImplementedError(
             f"{op}: `{name}` must have no tangent of forward-mode AD (torch.func.jvp, jacfwd, forward_ad), as {op} has "
             "a backward formula only, got one; use torch.autograd.grad, or detach the tensor."
+        )
+    if x.requires_grad and not torch.compiler.is_compiling() and torch._C._functorch.is_gradtrackingtensor(x):
+        raise NotImplementedError(
+            f"{op}: `{name}` must be no tensor of torch.func (grad, vjp, jacrev), which knows no backward of a custom "
+            "op, got one; use torch.autograd.grad."
         )
 
 

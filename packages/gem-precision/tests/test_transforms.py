@@ -1,4 +1,4 @@
-"""Forward-mode AD through converted layers: an error where there is no formula, right where torch has one."""
+"""Forward-mode AD and torch.func through converted layers: an error where no formula is, right where torch has one."""
 
 import pytest
 import torch
@@ -29,6 +29,11 @@ def test_a_linear_layer_in_mxfp8_refuses_it(tensor: str) -> None:
         torch.func.jvp(call, (x,), (torch.ones_like(x),))
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=words):
         call(forward_ad.make_dual(x, torch.ones_like(x)))
+    words = f"^MXFP8Linear: `{tensor}` must be no tensor of torch.func .*; use torch.autograd.grad, or leave"
+    with pytest.raises(NotImplementedError, match=words):
+        torch.func.grad(lambda value: call(value).sum())(x)
+    with pytest.raises(NotImplementedError, match=words):
+        torch.func.vmap(call)(x[None])
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "bf16"])
