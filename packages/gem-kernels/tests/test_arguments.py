@@ -152,6 +152,33 @@ def test_jagged_helpers_follow_forward_mode():
         assert torch.equal(torch.func.jvp(linear, (x,), (tangent,))[1], linear(tangent))
 
 
+# ---------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize(("op", "tensor"), [("layer_norm_rows", "x"), ("mx_quantize", "x_hp")])
+def test_ops_without_a_gradient_refuse_tensors_that_require_one(op, tensor):
+    function, tensors, options = CALLS[op]
+    x = tensors[tensor].clone().requires_grad_()
+    with pytest.raises(ValueError, match=rf"^{op}: `{tensor}` gets no gradient, .*; pass `{tensor}.detach\(\)`"):
+        function(x, **options)
+    with torch.no_grad():
+        function(x, **options)
+
+
+@pytest.mark.parametrize("op", ["gdpa", "gdpa_norm_block", "block_attention", "jagged_attention"])
+def test_outputs_may_be_changed_in_place(op):
+    function, tensors, options = CALLS[op]
+    q, k, v = (tensors[name].clone().requires_grad_() for name in "qkv")
+    given = tensors | {"q": q, "k": k, "v": v}
+    expected = torch.autograd.grad((function(**given, **options) + q).square().sum(), (q, k, v))
+    out = function(**given, **options)
+    # A softmax's backward reads its output, which is then no longer there.
+    out = out.clone() if op == "jagged_attention" else out
+    out += q
+    for a, b in zip(torch.autograd.grad(out.square().sum(), (q, k, v)), expected, strict=True):
+        assert torch.equal(a, b)
+
+
 # ---------------------------------------------------------------- types
 
 
@@ -213,8 +240,9 @@ def test_numbers_that_nothing_can_hold_are_refused(op):
         function(**tensors, **options | {name: 2**63})
     assert function(**tensors, **options | {name: 2**62 - 1}).isfinite().all()
     scale = "scale" if op in ("jagged_attention", "block_attention") else "pre_scale"
-    with pytest.raises(ValueError, match=rf"^{op}: `{scale}` must be finite, got 1000"):
-        function(**tensors, **options, **{scale: 10**400})
+    for number, words in ((10**400, "1000"), (1e39, "1e[+]39")):
+        with pytest.raises(ValueError, match=rf"^{op}: `{scale}` must be finite, got {words}.* float32"):
+            function(**tensors, **options, **{scale: number})
     if op in ("jagged_attention", "gdpa"):
         with pytest.raises(ValueError, match=rf"^{op}: `window_size` must be below 2\*\*62, got {2**70}; "):
             function(**tensors, **options, window_size=(2**70, 0))

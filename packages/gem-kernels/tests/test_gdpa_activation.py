@@ -185,7 +185,25 @@ BAD = [
         ["torch_derivative", "finite", "inf"],
     ),
     ("reduces", {"name": "reduces", "torch_value": torch.sum}, ValueError, ["torch_value", "elementwise"]),
+    (
+        "softmax",
+        {"name": "softmax", "torch_value": lambda s: s.softmax(-1)},
+        ValueError,
+        ["torch_value", "elementwise"],
+    ),
+    ("casts", {"name": "casts", "torch_value": torch.Tensor.double}, ValueError, ["torch_value", "dtype", "float64"]),
+    (
+        "raises",
+        {"name": "raises", "torch_value": lambda s: s.foo},
+        ValueError,
+        ["torch_value", "AttributeError", "foo"],
+    ),
 ]
+
+
+def test_a_derivative_that_is_not_the_slope_of_the_value_is_told():
+    with pytest.warns(UserWarning, match=r"`torch_derivative` of 'crooked' is 1 at 0.7364, where the slope .* is 1.47"):
+        Activation(name="crooked", torch_value=torch.square, torch_derivative=torch.ones_like)
 
 
 @pytest.mark.parametrize(("changes", "error", "words"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])

@@ -82,6 +82,17 @@ def test_no_events():
         ({"age_knots": (1, 2.0)}, "`age_knots` must be at least two knots"),
         ({"recency_knots": (2, 0.0)}, "`recency_knots` must be at least two knots"),
         ({"width": 4}, "`width` must be at least the 5 columns that are filled, got 4"),
+        ({"width": 5.0}, "`width` must be a Python int, got float"),
+        ({"age_knots": None}, "`age_knots` must be a pair of the number of knots .*, got None"),
+        ({"age_knots": (2, 1.0, 3)}, "`age_knots` must be a pair"),
+        ({"recency_knots": ("a", 1.0)}, r"`recency_knots\[0\]` must be a Python int, got str"),
+        ({"age_knots": (2, float("nan"))}, r"`age_knots\[1\]` must be finite, got nan"),
+        ({"max_seqlen": None}, "`max_seqlen` must be a Python int, got NoneType"),
+        ({"max_seqlen": 3}, "`max_seqlen` must be at least the longest sequence, 4 tokens"),
+        ({"offsets": torch.tensor([0, 3])}, "`offsets` must end at the number of packed rows, 4, got 3"),
+        ({"offsets": torch.tensor([0, 3, 2, 4])}, "`offsets` must not decrease, got 3 then 2"),
+        ({"dense": torch.zeros(4, 1, device="meta")}, "`dense` must be on the device of `age`, cpu, got meta"),
+        ({"age": torch.zeros(4, requires_grad=True)}, "`age` gets no gradient"),
     ],
 )
 def test_bad_input_is_named(change, words):
@@ -94,7 +105,7 @@ def test_bad_input_is_named(change, words):
         "recency_knots": (2, 1.0),
         "width": 5,
     } | change
-    with pytest.raises(ValueError, match=f"hat_columns: {words}"):
+    with pytest.raises((TypeError, ValueError), match=f"hat_columns: {words}"):
         hat_columns(given.pop("dense"), given.pop("age"), given.pop("offsets"), **given)
 
 

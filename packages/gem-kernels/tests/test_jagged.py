@@ -105,6 +105,28 @@ def test_padding_and_packing_are_inverse(case):
     assert torch.equal(padded_to_jagged(padded, case.offsets), values)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "fill"),
+    [(torch.uint8, -1), (torch.uint8, 256), (torch.bool, 2), (torch.float32, 1e300), (torch.float16, 7e4)],
+)
+def test_a_fill_that_the_dtype_does_not_hold_is_refused(dtype, fill):
+    values, offsets = torch.zeros(3, dtype=dtype), torch.tensor([0, 1, 3])
+    with pytest.raises(ValueError, match=f"^jagged_to_padded: `fill` must be a number that {dtype} .* holds"):
+        jagged_to_padded(values, offsets, 2, fill)
+    largest = 1 if dtype == torch.bool else 255 if dtype == torch.uint8 else float("-inf")
+    assert jagged_to_padded(values, offsets, 2, largest)[0, 1].item() == largest
+
+
+def test_totals_that_are_read_compile_whole():
+    offsets, part = torch.tensor([0, 3, 8]), torch.tensor([0, 2, 4])
+    for function, x in (
+        (lambda x, o, a: padded_to_jagged(x, o), torch.randn(2, 5, 3)),
+        (lambda x, o, a: jagged_split(x, o, a)[1][0], torch.randn(8, 3)),
+    ):
+        compiled = torch.compile(function, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(x, offsets, part), function(x, offsets, part))
+
+
 @BY_CASE
 @pytest.mark.parametrize("part", ["nothing", "third", "all"])
 def test_jagged_split(case, part):

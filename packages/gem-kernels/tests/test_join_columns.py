@@ -86,6 +86,12 @@ def test_thirds_and_their_gradients(beside):
         ([], F32, ValueError, "`parts` must hold at least one tensor, got none"),
         (torch.zeros(2, 3), F32, TypeError, "`parts` must be a sequence of tensors, got Tensor"),
         ([torch.zeros(2, 3), torch.zeros(3, 3)], F32, ValueError, r"`parts\[1\]` must have shape \(M, w\)"),
+        (
+            [torch.zeros(2, 3), torch.zeros(2, 3, device="meta")],
+            F32,
+            ValueError,
+            r"`parts\[1\]` must be on the device of `parts\[0\]`, cpu, got meta",
+        ),
         ([torch.zeros(2)], F32, ValueError, r"`parts\[0\]` must have shape \(M, w\)"),
         ([torch.zeros(2, 3).int()], F32, TypeError, r"`parts\[0\]` must"),
         ([torch.zeros(2, 3)], torch.int32, TypeError, "`dtype` must be a floating point dtype, got torch.int32"),

@@ -136,6 +136,8 @@ BAD = [
     (lambda: backward([X.double()]), TypeError, r"`grads\[0\]` must have the dtype of `x`"),
     (lambda: backward([X], mean=X[:, 0:2]), ValueError, r"`mean` must have shape \(M,\) = \(3,\), got \(3, 2\)"),
     (lambda: backward([X], direct=X[:, :4]), ValueError, r"`direct` must have the shape of `x`"),
+    (lambda: backward([X], mean=X[:, 0].to("meta")), ValueError, "`mean` must be on the device of `x`, cpu, got meta"),
+    (lambda: backward([X], mean=X[:, 0].double()), TypeError, "`mean` must be torch.float32, got torch.float64"),
 ]
 
 

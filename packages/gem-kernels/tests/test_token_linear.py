@@ -155,6 +155,8 @@ def test_two_tensors_on_the_cpu():
         ({"bias": torch.zeros(3)}, ValueError, r"`bias` must have shape \(m,\) = \(4,\) like `weight`, got \(3,\)"),
         ({"weight": torch.zeros(4, 3).double()}, TypeError, "`weight` must be torch.float32 like `x` or float32"),
         ({"exact": 1}, TypeError, "`exact` must be a bool"),
+        ({"first": 2.0}, TypeError, "`first` must be a Python int, got float"),
+        ({"weight": torch.zeros(4, 3, device="meta")}, ValueError, "`weight` must be on the device of `x`, cpu, got"),
         ({"first": 4}, ValueError, "`first` must lie between 0 and the 4 tokens of `weight`, got 4"),
     ],
 )

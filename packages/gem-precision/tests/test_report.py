@@ -128,7 +128,10 @@ def test_summary_and_table() -> None:
     assert len(lines) == 8
     assert lines[0].split() == ["layer", "kind", "precision", "backend", "reason"]
     assert lines[3].split(maxsplit=4) == ["logit", "Linear", "fp32", "torch", "64 -> 1 features, below min_features=32"]
-    unseen = "; attention that the model calls as a function is no layer and not counted"
+    unseen = (
+        "; attention and products that the model calls as functions, with weights of a layer or not, stay what they "
+        "are and are not counted"
+    )
     assert lines[-1] == f"3 of 6 layers converted: 3 mxfp8, 1 fp32, 1 fp32 parameters, 1 bf16 parameters{unseen}"
     # Columns line up.
     assert len({line.index(report.precision) for line, report in zip(lines[1:], reports, strict=False)}) == 1

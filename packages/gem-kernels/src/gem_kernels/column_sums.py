@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gem_kernels._src.eager import launches_directly
-from gem_kernels._src.validate import check_float, check_tensor
+from gem_kernels._src.validate import check_constant, check_float, check_tensor
 
 __all__ = ["column_sums"]
 
@@ -24,11 +24,12 @@ def column_sums(x: Tensor) -> Tensor:
         (N,) in float32 (float64 for float64), the same bits on every run.
 
     Raises:
-        ValueError: on another number of dims.
+        ValueError: on another number of dims, or a tensor that requires a gradient.
         TypeError: on a dtype or argument type that does not fit.
     """
     check_tensor("column_sums", "x", x)
     check_float("column_sums", "x", x)
+    check_constant("column_sums", "x", x)
     if x.dim() != 2:
         raise ValueError(f"column_sums: `x` must have shape (M, N), got {tuple(x.shape)}; flatten it.")
     if x.dtype != torch.float64 and x.shape[0] >= MIN_ROWS and launches_directly(x):

@@ -6,7 +6,17 @@ import torch
 from torch import Tensor
 
 from gem_kernels._src.eager import launches_directly
-from gem_kernels._src.validate import check_float, check_offsets, check_tensor
+from gem_kernels._src.validate import (
+    check_constant,
+    check_device,
+    check_float,
+    check_int,
+    check_max_seqlen,
+    check_offset_values,
+    check_offsets,
+    check_scalar,
+    check_tensor,
+)
 
 __all__ = ["hat_columns", "hat_encoding", "recency"]
 
@@ -36,6 +46,21 @@ def recency(offsets: Tensor, num_events: int) -> Tensor:
     return (last - 1 - torch.arange(num_events, device=offsets.device)).float()
 
 
+def _check_knots(op: str, name: str, knots: tuple[int, float]) -> None:
+    if not isinstance(knots, (tuple, list)) or len(knots) != 2:
+        raise TypeError(
+            f"{op}: `{name}` must be a pair of the number of knots and the position of the last, got {knots!r}; pass "
+            "such as (16, 12.0)."
+        )
+    count, largest = knots
+    check_int(op, f"{name}[0]", count)
+    check_scalar(op, f"{name}[1]", largest)
+    if count < 2 or not largest > 0.0:
+        raise ValueError(
+            f"{op}: `{name}` must be at least two knots up to a positive number, got {count, largest}; raise both."
+        )
+
+
 def hat_columns(
     dense: Tensor,
     age: Tensor,
@@ -58,16 +83,19 @@ def hat_columns(
         width: Columns of the result, at least those that are filled.
 
     Returns:
-        (T, width) float32, not differentiable on CUDA: data, not results, have ages.
+        (T, width) float32, without a gradient: data, not results, have ages.
 
     Raises:
-        ValueError: on shapes or numbers that do not fit.
+        ValueError: on shapes, devices or numbers that do not fit, on tensors that require a gradient, and on the CPU on
+            offsets that do not rise from 0 to T or a sequence above ``max_seqlen``.
         TypeError: on a dtype or argument type that does not fit.
     """
     op = "hat_columns"
     for name, tensor in (("dense", dense), ("age", age)):
         check_tensor(op, name, tensor)
         check_float(op, name, tensor)
+        check_constant(op, name, tensor)
+    check_device(op, "dense", dense, "age", age)
     if age.dim() != 1:
         raise ValueError(f"{op}: `age` must have shape (T,), got {tuple(age.shape)}; flatten it.")
     if dense.dim() != 2 or dense.shape[0] != age.shape[0]:
@@ -76,11 +104,12 @@ def hat_columns(
             "each token."
         )
     check_offsets(op, "offsets", offsets, age)
-    for name, (count, largest) in (("age_knots", age_knots), ("recency_knots", recency_knots)):
-        if count < 2 or not largest > 0.0:
-            raise ValueError(
-                f"{op}: `{name}` must be at least two knots up to a positive number, got {count, largest}; raise both."
-            )
+    check_max_seqlen(op, "max_seqlen", max_seqlen)
+    if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_offset_values(op, "offsets", offsets, age.shape[0], "max_seqlen", max_seqlen)
+    for name, knots in (("age_knots", age_knots), ("recency_knots", recency_knots)):
+        _check_knots(op, name, knots)
+    check_int(op, "width", width)
     filled = dense.shape[1] + age_knots[0] + recency_knots[0]
     if width < filled:
         raise ValueError(

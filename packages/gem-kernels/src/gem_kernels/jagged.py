@@ -23,6 +23,7 @@ from gem_kernels._src.jagged.index import (
     gather_rows,
     scatter_rows,
     sequence_and_position,
+    size_of,
 )
 from gem_kernels._src.validate import DtypeError, check_offsets, check_same
 
@@ -139,9 +140,7 @@ def padded_to_jagged(padded: Tensor, offsets: Tensor, total: int | None = None) 
             f"{op}: `offsets` must have shape (B + 1,) = ({padded.shape[0] + 1},) for the B of `padded`, got "
             f"({offsets.shape[0]},); pass the offsets of these sequences."
         )
-    if total is None:
-        total = int(offsets[-1])
-    check_size(op, "total", total)
+    total = size_of(op, "total", total, offsets)
     check_values_of_offsets(op, "offsets", offsets, total)
     num_sequences, length = padded.shape[:2]
     sequence, position = sequence_and_position(offsets, total)
@@ -223,9 +222,7 @@ def jagged_split(
             f"{op}: `offsets_a` must have as many sequences as `offsets`, {offsets.shape[0] - 1}, got "
             f"{offsets_a.shape[0] - 1}; give both the same sequences, with length 0 where one is empty."
         )
-    if total_a is None:
-        total_a = int(offsets_a[-1])
-    check_size(op, "total_a", total_a)
+    total_a = size_of(op, "total_a", total_a, offsets_a)
     check_values_of_offsets(op, "offsets_a", offsets_a, total_a)
     offsets, offsets_a = offsets.to(torch.int64), offsets_a.to(torch.int64)
     offsets_b = offsets - offsets_a

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gem_kernels._src.eager import launches_directly
-from gem_kernels._src.validate import check_float, check_tensor
+from gem_kernels._src.validate import check_device, check_float, check_tensor
 
 __all__ = ["join_columns", "split_thirds"]
 
@@ -49,7 +49,7 @@ def join_columns(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         (M, sum of w_i), contiguous.
 
     Raises:
-        ValueError: on no part, or a shape that does not fit.
+        ValueError: on no part, or a shape or device that does not fit.
         TypeError: on a dtype or argument type that does not fit.
     """
     op = "join_columns"
@@ -64,6 +64,7 @@ def join_columns(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     for index, part in enumerate(parts):
         check_tensor(op, f"parts[{index}]", part)
         check_float(op, f"parts[{index}]", part)
+        check_device(op, f"parts[{index}]", part, "parts[0]", parts[0])
         if part.dim() != 2 or part.shape[0] != parts[0].shape[0]:
             raise ValueError(
                 f"{op}: `parts[{index}]` must have shape (M, w) with the rows of `parts[0]`, got {tuple(part.shape)} "

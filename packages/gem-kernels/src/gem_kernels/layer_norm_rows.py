@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from gem_kernels._src.eager import launches_directly
 from gem_kernels._src.layer_norm_rows.op import layer_norm_rows_backward_op, layer_norm_rows_op
-from gem_kernels._src.validate import check_float, check_same, check_scalar, check_tensor
+from gem_kernels._src.validate import check_constant, check_device, check_float, check_same, check_scalar, check_tensor
 
 __all__ = ["layer_norm_rows", "layer_norm_rows_backward"]
 
@@ -35,10 +36,11 @@ def layer_norm_rows(x: Tensor, *, eps: float = 1e-5) -> tuple[Tensor, Tensor, Te
         (float64 for float64).
 
     Raises:
-        ValueError: on another number of dims, too many features, or a negative ``eps``.
+        ValueError: on another number of dims, too many features, a negative ``eps``, or rows that require a gradient.
         TypeError: on a dtype or argument type that does not fit.
     """
     _check_rows("layer_norm_rows", x)
+    check_constant("layer_norm_rows", "x", x)
     check_scalar("layer_norm_rows", "eps", eps)
     if eps < 0:
         raise ValueError(f"layer_norm_rows: `eps` must be >= 0, got {eps}; pass a small number such as 1e-5.")
@@ -91,7 +93,13 @@ def layer_norm_rows_backward(
                 f"{op}: `{name}` must have the shape of `x`, {tuple(x.shape)}, got {tuple(grad.shape)}; pass the "
                 "gradient of these rows."
             )
+    statistic_dtype = torch.promote_types(x.dtype, torch.float32)
     for name, statistic in (("mean", mean), ("rstd", rstd)):
+        check_device(op, name, statistic, "x", x)
+        if statistic.dtype != statistic_dtype:
+            raise TypeError(
+                f"{op}: `{name}` must be {statistic_dtype}, got {statistic.dtype}; pass what layer_norm_rows returned."
+            )
         if statistic.shape != x.shape[:1]:
             raise ValueError(
                 f"{op}: `{name}` must have shape (M,) = ({x.shape[0]},), got {tuple(statistic.shape)}; pass what "

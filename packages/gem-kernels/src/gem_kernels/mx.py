@@ -38,7 +38,7 @@ from gem_kernels._src.mx.formats import (
     check_scale_mode,
 )
 from gem_kernels._src.mx.op import mx_dequantize_op, mx_fake_quantize_op, mx_quantize_op
-from gem_kernels._src.validate import DtypeError
+from gem_kernels._src.validate import DtypeError, check_constant
 
 __all__ = ["MXTensorPair", "mx_dequantize", "mx_fake_quantize", "mx_quantize"]
 
@@ -77,6 +77,7 @@ def mx_quantize(
     """
     op = "mx_quantize"
     check_input(op, x_hp)
+    check_constant(op, "x_hp", x_hp)
     block_rows, block_cols = check_block_shape(op, block_shape)
     check_element(op, elem_dtype)
     check_scale_mode(op, scale_mode)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gem_kernels._src.eager import launches_directly
-from gem_kernels._src.validate import check_bool, check_float, check_tensor
+from gem_kernels._src.validate import DtypeError, check_bool, check_device, check_float, check_int, check_tensor
 
 __all__ = ["serves_token_linear", "token_linear"]
 
@@ -85,7 +85,7 @@ def token_linear(
         neither a view.
 
     Raises:
-        ValueError: on shapes that do not fit.
+        ValueError: on shapes or devices that do not fit.
         TypeError: on a dtype or argument type that does not fit.
 
     Numerics: sums in float32, one rounding at the end; gradients of weight and bias in float32 until they are cast to
@@ -95,6 +95,7 @@ def token_linear(
     for name, tensor in (("x", x), ("weight", weight), *((("bias", bias),) if bias is not None else ())):
         check_tensor(op, name, tensor)
         check_float(op, name, tensor)
+        check_device(op, name, tensor, "x", x)
     check_bool(op, exact=exact)
     if x.dim() != 3:
         raise ValueError(f"{op}: `x` must have shape (B, n, d), got {tuple(x.shape)}; add or flatten dims.")
@@ -110,7 +111,9 @@ def token_linear(
         )
     for name, tensor in (("weight", weight), *((("bias", bias),) if bias is not None else ())):
         if tensor.dtype not in (x.dtype, torch.float32):
-            raise TypeError(f"{op}: `{name}` must be {x.dtype} like `x` or float32, got {tensor.dtype}; cast it.")
+            raise DtypeError(f"{op}: `{name}` must be {x.dtype} like `x` or float32, got {tensor.dtype}; cast it.")
+    if first is not None:
+        check_int(op, "first", first)
     if first is not None and not 0 < first < weight.shape[0]:
         raise ValueError(
             f"{op}: `first` must lie between 0 and the {weight.shape[0]} tokens of `weight`, got {first}; count the "

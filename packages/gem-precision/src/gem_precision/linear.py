@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,17 @@ from gem_precision.recipe import BF16Recipe, MXFP8Recipe
 __all__ = ["BF16Linear", "HighPrecisionLinear", "MXFP8Linear"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _check_input(layer: str, x: Tensor, in_features: int) -> None:
+    """Raise unless ``x`` is a tensor of rows with that many features."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{layer}: `input` must be a Tensor, got {type(x).__name__}; convert it with torch.as_tensor.")
+    if x.dim() < 1 or x.shape[-1] != in_features:
+        raise ValueError(
+            f"{layer}: `input` must have {in_features} features in its last dim, got {tuple(x.shape)}; project it to "
+            "that width."
+        )
 
 
 class _MXFP8Matmul(torch.autograd.Function):
@@ -90,16 +102,18 @@ class MXFP8Linear(nn.Linear):
         """(..., K) -> (..., N) in the dtype of the input; under autocast, in the autocast dtype.
 
         Raises:
-            TypeError: if the input is not float32, bfloat16 or float16 like the weight.
+            TypeError: if the input is no tensor, or not float32, bfloat16 or float16 like the weight.
             ValueError: on another number of features.
             NotImplementedError: under forward-mode AD or torch.func.
         """
+        _check_input("MXFP8Linear", input, self.in_features)
         refuse_transforms("MXFP8Linear", input=input, weight=self.weight, bias=self.bias)
         x: Tensor = input
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         device_type = x.device.type
-        if torch.is_autocast_enabled(device_type):
+        has_autocast = torch.amp.is_autocast_available(device_type)  # not on meta
+        if has_autocast and torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
             x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         if x.dtype not in _DTYPES or weight.dtype != x.dtype:
@@ -107,12 +121,7 @@ class MXFP8Linear(nn.Linear):
                 "MXFP8Linear: `input` must be float32, bfloat16 or float16 like the weight, "
                 f"got {x.dtype} and a weight in {weight.dtype}; cast one of them."
             )
-        if x.shape[-1] != self.in_features:
-            raise ValueError(
-                f"MXFP8Linear: `input` must have {self.in_features} features in its last dim, got {tuple(x.shape)}; "
-                "project it to that width."
-            )
-        with torch.autocast(device_type, enabled=False):
+        with torch.autocast(device_type, enabled=False) if has_autocast else nullcontext():
             out = _MXFP8Matmul.apply(x.reshape(-1, self.in_features), weight, bias, self.recipe)
         assert isinstance(out, Tensor)
         # A view of the same shape would do nothing, and fully_shard warns of modules that return views.
@@ -224,9 +233,11 @@ class BF16Linear(nn.Linear):
         """(..., K) -> (..., N) in the dtype of the input, or in bfloat16 if the recipe has activations in it.
 
         Raises:
-            TypeError: if the input or the weight is not float32, bfloat16 or float16: of others the cast loses more
-                than precision.
+            TypeError: if the input is no tensor, or it or the weight is not float32, bfloat16 or float16: of others the
+                cast loses more than precision.
+            ValueError: on another number of features.
         """
+        _check_input("BF16Linear", input, self.in_features)
         if input.dtype not in _DTYPES or self.weight.dtype not in _DTYPES:
             raise TypeError(
                 "BF16Linear: `input` and the weight must be float32, bfloat16 or float16, "

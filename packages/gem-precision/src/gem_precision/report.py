@@ -136,8 +136,8 @@ def summarize(reports: Iterable[LayerReport]) -> PrecisionSummary:
 def format_report(reports: Iterable[LayerReport]) -> str:
     """A table for people, a line per layer and one of counts at the end.
 
-    Layers are modules. Attention or products that a model's code calls as functions stay what they are, and nothing
-    from outside can count them; the last line says so.
+    Layers are modules. Attention or products that a model's code calls as functions stay what they are, also where they
+    read the weight of a converted layer, and nothing from outside can count them; the last line says so.
 
     Args:
         reports: From ``describe``.
@@ -152,7 +152,7 @@ def format_report(reports: Iterable[LayerReport]) -> str:
     summary = summarize(reports)
     counts = ", ".join(f"{count} {precision}" for precision, count in summary.by_precision)
     lines.append(
-        f"{summary.num_converted} of {summary.num_layers} layers converted: {counts or 'none'}; attention that the "
-        "model calls as a function is no layer and not counted"
+        f"{summary.num_converted} of {summary.num_layers} layers converted: {counts or 'none'}; attention and products "
+        "that the model calls as functions, with weights of a layer or not, stay what they are and are not counted"
     )
     return "\n".join(lines)

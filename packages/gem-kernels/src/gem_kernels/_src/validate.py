@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.autograd import forward_ad
 _FLOAT_DTYPES_CUDA = (torch.float16, torch.bfloat16, torch.float32)
 _FLOAT_DTYPES = (*_FLOAT_DTYPES_CUDA, torch.float64)
 _OFFSET_DTYPES = (torch.int32, torch.int64)
+_MAX_FLOAT32 = torch.finfo(torch.float32).max
 
 
 class DtypeError(TypeError, ValueError):
@@ -123,10 +123,21 @@ def check_same(op: str, tensors: dict[str, Tensor]) -> None:
             raise DtypeError(
                 f"{op}: `{name}` must have the dtype of `{first_name}`, {first.dtype}, got {x.dtype}; cast one of them."
             )
-        if x.device != first.device:
-            raise ValueError(
-                f"{op}: `{name}` must be on the device of `{first_name}`, {first.device}, got {x.device}; move one."
-            )
+        check_device(op, name, x, first_name, first)
+
+
+def check_device(op: str, name: str, x: Tensor, first_name: str, first: Tensor) -> None:
+    """Raise unless ``x`` is on the device of ``first``."""
+    if x.device != first.device:
+        raise ValueError(
+            f"{op}: `{name}` must be on the device of `{first_name}`, {first.device}, got {x.device}; move one."
+        )
+
+
+def check_constant(op: str, name: str, x: Tensor) -> None:
+    """Raise if autograd would follow ``x``, to which the op gives no gradient."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{op}: `{name}` gets no gradient, got a tensor that requires one; pass `{name}.detach()`.")
 
 
 def check_int(op: str, name: str, value: Any, remedy: str = "pass int(x)") -> None:
@@ -138,8 +149,8 @@ def check_int(op: str, name: str, value: Any, remedy: str = "pass int(x)") -> No
 
 def check_magnitude(op: str, name: str, value: Any) -> None:
     """Raise on an int that does not fit in 64 bits with any position added to it."""
-    # Not asked of traced sizes, which would have to be guarded.
-    if isinstance(value, int) and abs(value) >= 2**62:
+    # Not asked of traced sizes, which would have to be guarded, and which are ints to a trace.
+    if isinstance(value, int) and not torch.compiler.is_compiling() and abs(value) >= 2**62:
         raise ValueError(f"{op}: `{name}` must be below 2**62, got {value}; no sequence is as long.")
 
 
@@ -319,14 +330,16 @@ def check_window(op: str, window_size: tuple[int, int]) -> None:
 
 
 def check_scalar(op: str, name: str, value: float) -> None:
-    """Raise unless ``value`` is a finite Python number; a tensor would need a device sync."""
+    """Raise unless ``value`` is a Python number that float32, in which kernels compute, holds; a tensor would need a
+    device sync.
+    """
     if isinstance(value, (bool, Tensor)) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(
             f"{op}: `{name}` must be a Python float, got {type(value).__name__}; keep it on the host and pass float(x)."
         )
     # Not math.isfinite, which torch.compile cannot trace. An int may be beyond every float.
-    if not -sys.float_info.max <= value <= sys.float_info.max:
-        raise ValueError(f"{op}: `{name}` must be finite, got {value}; pass a finite number.")
+    if not -_MAX_FLOAT32 <= value <= _MAX_FLOAT32:
+        raise ValueError(f"{op}: `{name}` must be finite, got {value}; pass a number that float32 holds, below 3.4e38.")
 
 
 def check_scale(op: str, scale: float) -> None:

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gem_kernels._src.results import as_result
+
 _CLASS_GROWTH = 1.25
 _GROUP_OVERHEAD = 24_576
 """Cost of one more group in (query, key, head) triples: about 0.1 ms of operator calls at 4 triples per nanosecond."""
@@ -188,7 +190,7 @@ class PackedOutput:
 
     def packed(self) -> Tensor:
         """The (T, H, D) tensor; rows that nothing was written to hold the fill value."""
-        return self.rows[: self.spare_row].view(self._shape)
+        return as_result(self.rows[: self.spare_row].view(self._shape))
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,9 @@ from torch import Tensor
 from gem_kernels._src.gdpa.names import ACTIVATION_NAMES
 
 _registered: dict[str, Activation] = {}
+_POINTS = (0.0, 0.7364, -1.2871, 2.4619, -2.8713)
+"""Where a user's functions are tried: 0, and where no function that is put together of pieces is likely to change."""
+_STEP = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,8 +38,13 @@ class Activation:
 
     Raises:
         ValueError: on a built-in name, a name registered with other functions, only one of ``value`` and
-            ``derivative``, or a function that is not finite and elementwise at 0.
+            ``derivative``, or a function that fails on float32, changes the dtype, or is not elementwise and finite
+            at 0.
         TypeError: on an argument that is not of the stated kind.
+
+    Warns:
+        UserWarning: where ``torch_derivative`` is not the slope of ``torch_value``, which a straight-through gradient
+            may want.
     """
 
     name: str
@@ -79,19 +89,49 @@ class Activation:
             raise ValueError(
                 f"Activation: `name` must be new, got {self.name!r}, registered with other functions; choose another."
             )
-        zero = torch.zeros(2)
-        for field in ("torch_value", "torch_derivative"):
-            at_zero = getattr(self, field)(zero)
-            if not isinstance(at_zero, Tensor) or at_zero.shape != zero.shape or not at_zero.isfinite().all():
-                raise ValueError(
-                    f"Activation: `{field}` must be elementwise and finite at 0, as padding is scored 0, got "
-                    f"{at_zero}; make it so for a tensor of any shape."
-                )
+        _check_function("torch_value", self.torch_value)
+        _check_function("torch_derivative", self.torch_derivative)
+        self._compare_slopes()
         _registered[self.name] = self
+
+    def _compare_slopes(self) -> None:
+        """Warn of a derivative that is not that of the value: it may be meant, in place of a slope of 0."""
+        x = torch.tensor(_POINTS[1:], dtype=torch.float64)
+        slopes = (self.torch_value(x + _STEP) - self.torch_value(x - _STEP)) / (2 * _STEP)
+        given = self.torch_derivative(x)
+        for point, slope, value in zip(x.tolist(), slopes.tolist(), given.tolist(), strict=True):
+            if math.isfinite(slope) and not math.isclose(slope, value, rel_tol=1e-2, abs_tol=1e-3):
+                warnings.warn(
+                    f"Activation: `torch_derivative` of {self.name!r} is {value:.4g} at {point}, where the slope of "
+                    f"`torch_value` is {slope:.4g}; gradients follow `torch_derivative`.",
+                    stacklevel=4,
+                )
+                return
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Activation:
         # Immutable and registered by identity of its functions, which a copy of a compiled function would lose.
         return self
+
+
+def _check_function(field: str, function: Callable[[Tensor], Tensor]) -> None:
+    """Raise unless the function maps every number by itself, in its dtype, and 0 to a finite number."""
+    x = torch.tensor(_POINTS)
+    try:
+        y, first = function(x), function(x[:1])
+    except Exception as error:
+        raise ValueError(
+            f"Activation: `{field}` must take a float32 tensor of any shape, got {type(error).__name__}: {error}; try "
+            "it on torch.zeros(2)."
+        ) from error
+    if not isinstance(y, Tensor) or y.dtype != x.dtype:
+        got = y.dtype if isinstance(y, Tensor) else type(y).__name__
+        raise ValueError(f"Activation: `{field}` must keep the dtype of its argument, got {got}; cast its result.")
+    is_elementwise = y.shape == x.shape and torch.allclose(y[:1], first, rtol=1e-5, equal_nan=True)
+    if not is_elementwise or not y[0].isfinite():
+        raise ValueError(
+            f"Activation: `{field}` must be elementwise and finite at 0, as padding is scored 0, got {y.tolist()} of "
+            f"{x.tolist()}; make it so for a tensor of any shape."
+        )
 
 
 def activation_name(op: str, activation: str | Activation) -> str:

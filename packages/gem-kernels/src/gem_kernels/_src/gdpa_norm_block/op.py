@@ -18,6 +18,7 @@ from gem_kernels._src.attention.schedule import find_store
 from gem_kernels._src.gdpa_norm_block import cpu
 from gem_kernels._src.gdpa_norm_block.arguments import Kept, Options, Parameters, Statistics
 from gem_kernels._src.gdpa_norm_block.selection import keeps_rows
+from gem_kernels._src.results import as_result
 from gem_kernels._src.validate import check_batch, reads_values
 
 NAME = "gdpa_norm_block"
@@ -71,7 +72,7 @@ def gdpa_norm_block_op(
     with reusing(find_store(NAME, schedule, offsets_q, offsets_k, None)):
         keep = keeps_rows(recompute, q, k, parameters, options, offsets_q.shape[0] - 1)
         out, statistics, kept = launch_forward(q, k, v, offsets_q, offsets_k, parameters, options, keep=keep)
-    return out, *statistics, *(_nothing(q) if kept is None else kept)
+    return as_result(out), *statistics, *(_nothing(q) if kept is None else kept)
 
 
 @gdpa_norm_block_op.register_kernel("cpu")
@@ -106,7 +107,7 @@ def _forward_cpu(
     with torch.autocast("cpu", enabled=False), reusing(store):
         keep = keeps_rows(recompute, q, k, parameters, options, offsets_q.shape[0] - 1)
         out, statistics, kept = cpu.forward(q, k, v, offsets_q, offsets_k, parameters, options, keep=keep)
-    return out, *statistics, *(_nothing(q) if kept is None else kept)
+    return as_result(out), *statistics, *(_nothing(q) if kept is None else kept)
 
 
 @gdpa_norm_block_op.register_fake

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -43,6 +45,18 @@ def check_size(op: str, name: str, size: int) -> None:
         raise ValueError(f"{op}: `{name}` must be >= 0 tokens, got {size}; pass the length, or 0.")
 
 
+def size_of(op: str, name: str, size: int | None, offsets: Tensor) -> int:
+    """``size``, or without one the last offset, which waits for the device."""
+    if size is None:
+        size = int(offsets[-1])
+        if torch.compiler.is_compiling():
+            # A number that is not known while a program is traced: the program itself checks it.
+            torch._check(size >= 0)
+            return size
+    check_size(op, name, size)
+    return size
+
+
 def check_fill(op: str, fill: float, values: Tensor) -> None:
     """Raise unless ``fill`` is a number that the dtype of ``values`` holds; infinities are for floats."""
     if not isinstance(fill, (int, float, torch.SymInt, torch.SymFloat)):
@@ -51,6 +65,20 @@ def check_fill(op: str, fill: float, values: Tensor) -> None:
         raise ValueError(
             f"{op}: `fill` must be an integer for `values` in {values.dtype}, got {fill}; it would be cut off."
         )
+    low, high = _range_of(values.dtype)
+    # NaN and infinities are such in every float dtype.
+    if (fill < low or fill > high) and not (math.isinf(fill) and values.dtype.is_floating_point):
+        raise ValueError(
+            f"{op}: `fill` must be a number that {values.dtype} of `values` holds, {low} to {high}, got {fill}; pass "
+            "another or cast the values."
+        )
+
+
+def _range_of(dtype: torch.dtype) -> tuple[float, float]:
+    if dtype == torch.bool:
+        return 0, 1
+    info = torch.finfo(dtype) if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype)
+    return info.min, info.max
 
 
 def check_pair(op: str, name: str, pair: tuple[Tensor, Tensor]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gem_kernels._src.attention.pairing import Pairing, pair_sequences
-from gem_kernels._src.validate import DtypeError, check_float, check_tensor
+from gem_kernels._src.validate import DtypeError, check_constant, check_float, check_tensor
 
 TIME_DTYPES = (torch.int32, torch.int64, torch.float32, torch.float64)
 BUCKETS_PER_OCTAVE = (1, 2, 4, 8)
@@ -123,6 +123,7 @@ def _check_times(op: str, name: str, times: Tensor, num_rows: int, like: Tensor,
             "torch.as_tensor."
         )
     check_tensor(op, name, times)
+    check_constant(op, name, times)
     if times.dim() != 1 or times.shape[0] != num_rows:
         raise ValueError(
             f"{op}: `{name}` must have shape ({num_rows},), one time per row of {of}, got {tuple(times.shape)}; drop "

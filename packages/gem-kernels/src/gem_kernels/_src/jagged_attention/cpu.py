@@ -13,6 +13,7 @@ from gem_kernels._src.attention.pairing import Pairing
 from gem_kernels._src.attention.sides import Sides, plan_pairing
 from gem_kernels._src.attention.window import pair_mask
 from gem_kernels._src.jagged_attention.bias import Bias, position_index, time_buckets
+from gem_kernels._src.results import as_result
 
 
 def _mask_scores(scores: Tensor, chunk: Chunk, group: Group, tail: Tensor | None, left: int, right: int) -> None:
@@ -125,7 +126,7 @@ def forward(
             lse_g[:, :, chunk.q_start : chunk.q_stop] = total.log_().add_(top).view(shape)
         rows_q.scatter(out, out_g)
         rows_q.scatter(lse, lse_g)
-    return out.packed(), lse.packed()[..., 0]
+    return out.packed(), as_result(lse.packed()[..., 0])
 
 
 def backward(
