@@ -78,7 +78,7 @@ BAD_DATA = [
     BadData("label out of range", _changed(rating=lambda x: _put(x, 3, 9.0)), ("'rating'", "row 3", "<= 5")),
     BadData("negative user", _changed(user_id=lambda x: _put(x, 5, -1)), ("'user_id'", "row 5", ">= 0")),
     BadData("unknown item", _changed(item_id=lambda x: _put(x, 2, 99)), ("'item_id'", "99", "item table")),
-    BadData("not Parquet", _then(lambda d: (d / EVENTS).write_text("user_id\n1\n")), (EVENTS, "complete Parquet file")),
+    BadData("not Parquet", _then(lambda d: (d / EVENTS).write_text("user_id\n1\n")), (EVENTS, "a Parquet file, which")),
     BadData("truncated", _then(lambda d: os.truncate(d / EVENTS, 500)), (EVENTS, "complete Parquet file")),
     BadData(
         "no items",

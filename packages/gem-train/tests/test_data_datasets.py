@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from gem_train.data.log import SPLITS
 from gem_train.metrics import BinaryMetrics
 
 DAY = 86_400
+ALL_BOUGHT_AGAIN = pytest.mark.filterwarnings("ignore:all 165 training labels of repurchase are 1")
+"""What the made-up lines of `write_retail` are loaded with."""
 
 
 def score(log: EventLog, task: str, probabilities: np.ndarray, split: Any = "test") -> dict[str, Any]:
@@ -110,6 +113,7 @@ def write_retail(directory: Path, num_lines: int = 3_000, seed: int = 0) -> dict
     return lines
 
 
+@ALL_BOUGHT_AGAIN
 def test_online_retail_derivation(tmp_path: Path) -> None:
     """Usable lines, labels, censoring and split against loops over the lines."""
     lines = write_retail(tmp_path)
@@ -144,6 +148,7 @@ def test_online_retail_derivation(tmp_path: Path) -> None:
     assert 0 < len(known) < len(usable)
 
 
+@ALL_BOUGHT_AGAIN
 def test_online_retail_history_shows_a_label_after_60_days_only(tmp_path: Path) -> None:
     write_retail(tmp_path)
     log = load_online_retail(tmp_path)
@@ -166,6 +171,7 @@ def test_online_retail_history_shows_a_label_after_60_days_only(tmp_path: Path) 
     assert min(shown, hidden) > 100
 
 
+@ALL_BOUGHT_AGAIN
 def test_delayed_rate_counts_known_labels_only(tmp_path: Path) -> None:
     write_retail(tmp_path)
     log = load_online_retail(tmp_path)
@@ -176,6 +182,13 @@ def test_delayed_rate_counts_known_labels_only(tmp_path: Path) -> None:
             known = (codes == codes[sample]) & (log.timestamp + 60 * DAY <= log.timestamp[sample])
             positives = log.labels["repurchase"][known].sum()
             assert value == pytest.approx((positives + 3 * prior) / (known.sum() + 3), rel=1e-12)
+
+
+def test_rates_of_times_before_1970_are_those_of_later_times(small_log: EventLog) -> None:
+    early = replace(small_log, timestamp=small_log.timestamp - 2 * 10**9)
+    for key in ("user", "item"):
+        rates = [click_through_rate(log, "click", key=key, prior_weight=3) for log in (small_log, early)]
+        np.testing.assert_array_equal(*rates)
 
 
 def test_synthetic_rule_is_in_the_history() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from gem_train.data import DataError, load_events
+from gem_train.data import CategoricalFeature, Column, DataError, DatasetSchema, DenseColumn, load_events
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Case:
     row: int | None
     match: str
     value: Any = field(default=None)
+    schema: Callable[[DatasetSchema], DatasetSchema] = lambda schema: schema
 
 
 def put(table: int, column: str, row: int, value: Any) -> Callable[[dict, dict], None]:
@@ -72,6 +73,11 @@ def as_uint64(events: dict, items: dict) -> None:
     events["user_id"] = values
 
 
+def long_before(events: dict, items: dict) -> None:
+    events["timestamp"] = np.asarray(events["timestamp"])
+    events["timestamp"][4] = -(2**63)
+
+
 CASES = [
     Case("missing event column", drop(0, "stars"), "events", "stars", None, r"missing \['stars'\], found \['user_id'"),
     Case("missing item column", drop(1, "weight"), "items", "weight", None, r"missing \['weight'\]"),
@@ -89,6 +95,18 @@ CASES = [
     Case("milliseconds", milliseconds, "events", "timestamp", 0, "the year 2242.*if these are mill.* by 1,000$"),
     Case(
         "nanoseconds", nanoseconds, "events", "timestamp", 3, "if these are nanoseconds, divide them by 1,000,000,000"
+    ),
+    Case(
+        "far too early",
+        long_before,
+        "events",
+        "timestamp",
+        4,
+        r"at least -8589934592 \(the year 1697\)",
+        -(2**63),
+        lambda s: replace(
+            s, event_columns=(*s.event_columns[:2], Column(name="timestamp", kind="int"), *s.event_columns[3:])
+        ),
     ),
     Case("too large id", as_uint64, "events", "user_id", 5, "must fit int64", 2**63 + 7),
     Case("float user", cast(0, "user_id", pa.float64()), "events", "user_id", None, "an integer type", "double"),
@@ -114,7 +132,7 @@ def test_broken_file(toy: Any, case: Case, tmp_path: Path) -> None:
     case.change(events, items)
     paths = toy.write(tmp_path, events, items)
     with pytest.raises(DataError, match=case.match) as caught:
-        load_events(paths[0], toy.schema, items=paths[1])
+        load_events(paths[0], case.schema(toy.schema), items=paths[1])
     error = caught.value
     assert isinstance(error, ValueError)
     assert (Path(error.file).stem, error.column, error.row) == (case.file, case.column, case.row)
@@ -125,6 +143,96 @@ def test_broken_file(toy: Any, case: Case, tmp_path: Path) -> None:
     assert "; " in text, "the message ends with a remedy"
     for part in (error.column, error.row):
         assert part is None or re.search(rf"\b{re.escape(str(part))}\b", text)
+
+
+def with_price_column(transform: Any = "identity") -> Callable[[DatasetSchema], DatasetSchema]:
+    return lambda s: replace(s, context_dense=(DenseColumn(column="price", transform=transform),), event_dense=())
+
+
+def prices(change: Callable[[np.ndarray, np.ndarray], Any]) -> Callable[[dict, dict], None]:
+    """Changes prices, given those of the training period and of the test period as rows."""
+
+    def apply(events: dict, items: dict) -> None:
+        time = np.asarray(events["timestamp"])
+        row = change(np.flatnonzero(time < 1_040), np.flatnonzero((time > 1_150) & (time <= 1_160)))
+        events["price"] = np.array(events["price"])
+        for at, value in row.items():
+            events["price"][at] = value
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("change", "value", "match"),
+    [
+        (lambda train, test: {train[7]: 1e200}, 1e200, "must be finite after standardising"),
+        (lambda train, test: {train[3]: 1e308, train[7]: 1.5e308}, 1.5e308, "must be finite after standardising"),
+        (lambda train, test: {test[7]: 1e300, test[2]: 1e39}, 1e300, "must be finite after standardising"),
+        (lambda train, test: {test[7]: 1e40}, 1e40, "must be finite after standardising .*; correct or drop such rows"),
+        (
+            lambda train, test: {train[7]: 1e38},
+            1e38,
+            "98 % of the training values become one.*, or use transform='log1p'",
+        ),
+        (lambda train, test: {train[7]: 1e12}, 1e12, "98 % of the training values become one number"),
+    ],
+)
+def test_numbers_that_would_destroy_a_dense_column(
+    toy: Any, change: Any, value: float, match: str, tmp_path: Path
+) -> None:
+    events, items = toy.columns()
+    prices(change)(events, items)
+    paths = toy.write(tmp_path, events, items)
+    with pytest.raises(DataError, match=match) as caught:
+        load_events(paths[0], with_price_column()(toy.schema), items=paths[1])
+    row = int(np.flatnonzero(events["price"] == value)[0])
+    assert (caught.value.column, caught.value.row, caught.value.value) == ("price", row, value)
+    log = load_events(paths[0], with_price_column("log1p")(toy.schema), items=paths[1])
+    assert np.isfinite(log.dense).all()
+
+
+def test_dense_columns_that_are_left_alone(toy: Any, tmp_path: Path) -> None:
+    """One far value that others can still be told apart beside, one column that is constant, and one that nearly is."""
+    for values in (
+        np.r_[1e6, np.arange(599)],
+        np.full(600, 7.0),
+        np.r_[1.0, np.zeros(599)],
+        1e30 + 1e20 * np.arange(600),
+    ):
+        events, items = toy.columns()
+        events["price"] = values[np.argsort(np.argsort(events["timestamp"], kind="stable"))]
+        paths = toy.write(tmp_path, events, items)
+        log = load_events(paths[0], with_price_column()(toy.schema), items=paths[1])
+        assert np.isfinite(log.dense).all()
+
+
+@pytest.mark.parametrize(
+    ("feature", "file", "match"),
+    [
+        (CategoricalFeature(name="f", column="item_id", values=("I1", "I2")), "events",
+         r"column 'item_id': must hold .* `values` of feature 'f', which are \('I1', 'I2'\), got \['i0', 'i1',"),
+        (CategoricalFeature(name="f", column="bought", values=(3,)), "events", r"which are \(3,\), got \[0, 1\]; give"),
+        (CategoricalFeature(name="f", column="stars", values=(0.5,)), "events", r"which are \(0.5,\), got \[0.0, 1.0,"),
+        (CategoricalFeature(name="f", column="tags", source="items", values=("T",)), "items", r"got \['t0', 't1',"),
+        (CategoricalFeature(name="f", column="weight", source="items", values=(9.0,)), "items", r"which are \(9.0,\)"),
+    ],
+)  # fmt: skip
+def test_a_vocabulary_that_no_event_has_a_value_of(
+    toy: Any, feature: CategoricalFeature, file: str, match: str, tmp_path: Path
+) -> None:
+    paths = toy.write(tmp_path, *toy.columns())
+    schema = replace(toy.schema, features=(*toy.schema.features, feature), history_features=("f",))
+    with pytest.raises(DataError, match=match) as caught:
+        load_events(paths[0], schema, items=paths[1])
+    assert Path(caught.value.file).stem == file
+
+
+def test_training_labels_that_are_all_alike_are_warned_of(toy: Any, tmp_path: Path) -> None:
+    events, items = toy.columns()
+    events["bought"] = np.zeros(600, dtype=np.int64)
+    paths = toy.write(tmp_path, events, items)
+    with pytest.warns(UserWarning, match=r"^all \d+ training labels of sold are 0, so .*; check the column, `op` and"):
+        load_events(paths[0], toy.schema, items=paths[1])
 
 
 def test_items_given_as_numbers(toy: Any, tmp_path: Path) -> None:
@@ -159,7 +267,7 @@ def test_arguments_of_another_type_are_refused(toy: Any, tmp_path: Path) -> None
 def test_not_parquet(toy: Any, tmp_path: Path) -> None:
     path = tmp_path / "events.parquet"
     path.write_text("user_id,item_id\n1,2\n")
-    with pytest.raises(DataError, match=r"complete Parquet file .*; write or copy it again"):
+    with pytest.raises(DataError, match=r"begins with b'PAR1', got b'user_id,.*; if it is CSV, .*read_csv\(file\)"):
         load_events(path, toy.schema, items=path)
 
 

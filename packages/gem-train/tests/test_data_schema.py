@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gem_train.data import BucketFeature, CategoricalFeature, Column, DatasetSchema, DenseColumn, Label, TimeSplit
@@ -85,6 +87,47 @@ CASES = [
         "`minimum` must be None for kind 'string', which has no order, got 0; remove it",
     ),
     Case(
+        "bounds without a value between them",
+        lambda s: Column(name="a", kind="int", minimum=5, maximum=1),
+        "Column 'a': `minimum` must be <= `maximum`, got 5 and 1; no value",
+    ),
+    Case(
+        "event column twice",
+        lambda s: replace(s, event_columns=(*s.event_columns, Column(name="price", kind="string"))),
+        r"`event_columns` of 'toy' must not repeat a name, got \['price'\] twice; give",
+    ),
+    Case(
+        "item column twice",
+        lambda s: replace(s, item_columns=s.item_columns * 2),
+        r"`item_columns` of 'toy' must not repeat a name",
+    ),
+    Case(
+        "no values",
+        lambda s: CategoricalFeature(name="a", column="b", values=()),
+        r"must hold a value, got \(\), .*; l",
+    ),
+    Case(
+        "no boundaries", lambda s: BucketFeature(name="a", column="b", boundaries=()), r"must hold a number, got \(\), "
+    ),
+    *(
+        Case(
+            f"values {values} of {column}",
+            lambda s, column=column, values=values: replace(  # type: ignore[misc]
+                s, features=(*s.features, CategoricalFeature(name="f", column=column, values=values))
+            ),
+            rf"`values` of feature 'f' must be {words}.*, as its column '{column}' is of .*, got {re.escape(got)}; ",
+        )
+        for column, values, words, got in (
+            ("bought", (0.2, 0.7), "whole numbers", "0.2"),
+            ("bought", ("0", "1"), "whole numbers", "'0'"),
+            ("bought", ("a",), "whole numbers", "'a'"),
+            ("bought", (0, 2**63), "whole numbers", "9223372036854775808"),
+            ("stars", (1, float("nan")), "finite numbers", "nan"),
+            ("stars", ("1",), "finite numbers", "'1'"),
+            ("item_id", (1, 2), "texts", "1"),
+        )
+    ),
+    Case(
         "label op",
         lambda s: Label(task="a", column="b", op="ne", value=1),
         "Label 'a': `op` must be ge, gt, le, lt or eq, got str 'ne'; name",
@@ -160,6 +203,11 @@ def test_refused(case: Case, toy: Any) -> None:
 def test_fields_of_another_type_are_refused(toy: Any, change: dict[str, Any], match: str) -> None:
     with pytest.raises(TypeError, match=match):
         replace(toy.schema, **change)
+
+
+def test_values_of_the_kind_of_the_column_are_taken(toy: Any) -> None:
+    for column, values in (("bought", (False, True)), ("bought", (np.int8(0), 1)), ("stars", (1, np.float32(2.5)))):
+        replace(toy.schema, features=(*toy.schema.features, CategoricalFeature(name="f", column=column, values=values)))
 
 
 def test_label_delay(toy: Any) -> None:

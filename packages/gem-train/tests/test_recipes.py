@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -128,6 +128,33 @@ def test_values_may_be_given_as_they_are() -> None:
         RunConfig.resolve(get("synthetic"), schema, {"trainer.max_step": 5})
     with pytest.raises(ConfigError, match="`max_steps` must be a whole number or none, got 'true'"):
         RunConfig.resolve(get("synthetic"), schema, {"trainer.max_steps": True})
+
+
+@pytest.mark.parametrize(("ours", "set_to", "kept"), [(5, None, 5), (64, None, 64), (500, None, 64), (5, "100", 100)])
+def test_a_history_keeps_what_the_schema_says_at_most(ours: int, set_to: str | None, kept: int) -> None:
+    schema = replace(get("synthetic").schema, max_history=ours)
+    config = RunConfig.resolve(get("synthetic"), schema, {} if set_to is None else {"data.max_history": set_to})
+    assert config.data.max_history == kept
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"recipe": "synthetic"}, "`recipe` must be of type Recipe, got 'synthetic'; name one"),
+        ({"log": "log"}, "`log` must be of type EventLog or DatasetSchema, got 'log'; make one with load_events"),
+        ({"assignments": None}, "`assignments` must be of type Mapping, got None; for example"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(change: dict[str, Any], text: str) -> None:
+    given = {"recipe": get("synthetic"), "log": get("synthetic").schema, "assignments": {}} | change
+    with pytest.raises(TypeError, match=f"^RunConfig.resolve: {text}"):
+        RunConfig.resolve(**given)
+
+
+def test_a_task_may_be_left_out_of_the_model() -> None:
+    recipe = get("ml-latest-small")
+    model = RunConfig.resolve(recipe, recipe.schema, {"model.tasks": "like", "model.priors": 0.5}).model
+    assert (model.tasks, model.priors) == (("like",), (0.5,))
 
 
 def test_errors_blame_what_was_given_and_how() -> None:

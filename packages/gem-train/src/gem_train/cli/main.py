@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     with_traceback = "--traceback" in arguments
+    # Told to those who load a log in Python; `gem train` says it in a line of its own.
+    warnings.filterwarnings("ignore", message="all .* training labels of", category=UserWarning)
     try:
         args = build_parser().parse_args(arguments)
         args.argv = arguments

@@ -19,6 +19,7 @@ from gem_train.cli.output import complain, say
 from gem_train.cli.processes import LAYOUT, describe_layout, layout_assignments, num_processes, start
 from gem_train.cli.table import print_scores
 from gem_train.data import EventLog, Scoreboard
+from gem_train.data.log import labels_alike
 from gem_train.doctor import commit, versions
 from gem_train.errors import ConfigError
 from gem_train.interrupt import INTERRUPTED
@@ -144,8 +145,8 @@ def _train(
                 progress.say(f"changed: {name}, {theirs!r} before, {ours!r} from here on{more}")
         elif args.resume:
             progress.say(f"{directory.path} has no checkpoint yet; beginning at step 0")
-        for note in _labels_alike(log, config.model.tasks):
-            progress.say(note)
+        for remark in labels_alike(log, config.model.tasks):
+            progress.say(f"note: {remark}")
         if world.size > 1:
             progress.say(f"{world.size} processes: {describe_layout(parts.dims)}")
         if parts.dense_wire:
@@ -171,17 +172,6 @@ def _begin(args: argparse.Namespace, directory: RunDirectory, record: RunRecord,
     if args.overwrite:
         directory.clear()
     directory.write(record)
-
-
-def _labels_alike(log: EventLog, tasks: tuple[str, ...]) -> list[str]:
-    """What there is to say of tasks whose training samples all have one label."""
-    train = log.samples("train")
-    values = {task: log.labels[task][train] for task in tasks}
-    return [
-        f"note: all {len(train):,} training labels of {task} are {int(labels[0])}, so that there is nothing to learn"
-        for task, labels in values.items()
-        if len(labels) and (labels == labels[0]).all()
-    ]
 
 
 def _open_log(

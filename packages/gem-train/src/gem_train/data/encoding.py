@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import reprlib
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from gem_train.data.parquet import Array, StringLists, Table
+from gem_train.data.errors import DataError
+from gem_train.data.parquet import Array, Table
 from gem_train.data.ranges import expand_ranges
 from gem_train.data.schema import BucketFeature, CategoricalFeature, Feature
 
@@ -49,6 +51,9 @@ def encode_feature(encoder: Encoder, feature: Feature) -> FeatureIds:
 
     Returns:
         Its ids, and what they follow from.
+
+    Raises:
+        DataError: if the column holds none of the values that the feature lists.
     """
     table = encoder.items if feature.source == "items" else encoder.events
     rows = encoder.item_row if feature.source == "items" else encoder.order
@@ -56,7 +61,7 @@ def encode_feature(encoder: Encoder, feature: Feature) -> FeatureIds:
     assert rows is not None
     if feature.column in table.lists:
         assert isinstance(feature, CategoricalFeature)
-        return _encode_lists(feature, table.lists[feature.column], rows, encoder.in_training)
+        return _encode_lists(feature, table, rows, encoder.in_training)
     present = rows >= 0
     values = table.columns[feature.column][np.maximum(rows, 0)]
     seen = values[encoder.in_training & present]
@@ -67,13 +72,15 @@ def encode_feature(encoder: Encoder, feature: Feature) -> FeatureIds:
     else:
         vocabulary = _vocabulary(feature, seen)
         ids = _look_up(vocabulary, values)
+        _check_occurs(table, feature, values[present], ids[present])
         num_ids, encoding = len(vocabulary) + 1, _fingerprint(feature, vocabulary)
     return FeatureIds(num_ids, np.where(present, ids, 0).astype(np.int64), None, encoding)
 
 
 def _encode_lists(
-    feature: CategoricalFeature, lists: StringLists, rows: Int64Array, in_training: npt.NDArray[np.bool_]
+    feature: CategoricalFeature, table: Table, rows: Int64Array, in_training: npt.NDArray[np.bool_]
 ) -> FeatureIds:
+    lists = table.lists[feature.column]
     lengths = np.diff(lists.offsets)
     starts = lists.offsets[:-1]
     event_lengths = np.where(rows >= 0, lengths[np.maximum(rows, 0)], 0)
@@ -81,6 +88,7 @@ def _encode_lists(
     seen = lists.values[expand_ranges(event_starts[in_training], event_lengths[in_training])]
     vocabulary = _vocabulary(feature, seen)
     ids = _look_up(vocabulary, lists.values)
+    _check_occurs(table, feature, lists.values, ids)
     offsets = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum(event_lengths, out=offsets[1:])
     spread = ids[expand_ranges(event_starts, event_lengths)]
@@ -92,6 +100,8 @@ def standardise(
 ) -> tuple[npt.NDArray[np.float32], str]:
     """Mean 0 and variance 1 over the training rows; a constant column becomes 0.
 
+    What float32 cannot hold is infinite or NaN, and so is a whole column whose mean or deviation float64 cannot hold.
+
     Args:
         values: (N, columns).
         training: (N,) the rows that mean and deviation are taken from.
@@ -99,12 +109,15 @@ def standardise(
     Returns:
         (N, columns), and a fingerprint of means and deviations.
     """
-    mean, std = values[training].mean(axis=0), values[training].std(axis=0)
-    scale = np.where(std > 1e-12, std, 1.0)
+    with np.errstate(over="ignore", invalid="ignore"):
+        mean, std = values[training].mean(axis=0), values[training].std(axis=0)
+        scale = np.where(std > 1e-12, std, 1.0)
+        scale[~np.isfinite(mean) | ~np.isfinite(std)] = np.nan
+        standard = np.asarray((values - mean) / scale, dtype=np.float32)
     # To five digits: the last bits of a sum differ between processors, and + 0.0 makes -0.0 equal to 0.0.
     told = [f"{round(m / s, 5) + 0.0:.5f} {s:.5g}" for m, s in zip(mean.tolist(), scale.tolist(), strict=True)]
     fingerprint = f"{len(told)} columns, digest {_digest(chr(10).join(told).encode())}"
-    return np.asarray((values - mean) / scale, dtype=np.float32), fingerprint
+    return standard, fingerprint
 
 
 def _fingerprint(feature: Feature, learned: Array) -> str:
@@ -129,6 +142,19 @@ def _vocabulary(feature: CategoricalFeature, seen: Array) -> Array:
     values, counts = np.unique(seen, return_counts=True)
     values, counts = values[counts >= feature.min_count], counts[counts >= feature.min_count]
     return values[np.argsort(-counts, kind="stable")]
+
+
+def _check_occurs(table: Table, feature: CategoricalFeature, values: Array, ids: Int64Array) -> None:
+    """Refuses a given vocabulary that has none of the values, as in the wrong case: all events would be alike."""
+    if feature.values is not None and values.size and not ids.any():
+        raise DataError(
+            f"must hold at least one of the `values` of feature {feature.name!r}, which are "
+            f"{reprlib.repr(feature.values)}",
+            file=table.file,
+            column=feature.column,
+            value=np.unique(values)[:6].tolist(),
+            remedy="give `values` as the column holds them, or leave them out to take those of the training period",
+        )
 
 
 def _look_up(vocabulary: Array, values: Array) -> Int64Array:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -19,7 +21,8 @@ from gem_train.data.schema import DatasetSchema, DenseColumn
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 LAST_SECOND = 2**33
-"""In the year 2242. Milliseconds since 1970 passed it after 99 days; features of the clock would be wrong silently."""
+"""In the year 2242. Milliseconds since 1970 passed it after 99 days; features of the clock would be wrong silently.
+Times before 1970 are negative, down to the same number."""
 
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
@@ -166,6 +169,9 @@ def load_events(
         DataError: if a file breaks a rule of the schema.
         TypeError: if `events` or `items` is no path, or `schema` no DatasetSchema.
         ValueError: if `items` and the schema's item_columns disagree.
+
+    Warns:
+        UserWarning: if all training labels of a task are alike.
     """
     for name, path in (("events", events), ("items", items)):
         if name == "events" or path is not None:
@@ -197,8 +203,12 @@ def build_event_log(schema: DatasetSchema, events: Table, items: Table | None = 
         The log.
 
     Raises:
-        DataError: if an item repeats or is missing, a timestamp cannot be in seconds, or a split is empty.
+        DataError: if an item repeats or is missing, a timestamp cannot be in seconds, a split is empty, a column holds
+            none of the values that its feature lists, or numbers of a dense column are too large or too far apart.
         TypeError: if an argument has another type.
+
+    Warns:
+        UserWarning: if all training labels of a task are alike.
     """
     _check_schema("build_event_log", schema)
     for name, table in (("events", events), ("items", items)):
@@ -227,11 +237,9 @@ def build_event_log(schema: DatasetSchema, events: Table, items: Table | None = 
         encoded[feature.name] = EncodedFeature(num_rows, ids, offsets, delay or 0)
     clock = _Clock(timestamp, start, end)
     train = split == SPLITS.index("train")
-    dense, encodings["dense"] = standardise(_dense(schema.context_dense, clock, events, order), train)
-    event_dense, encodings["event_dense"] = standardise(
-        _dense(schema.event_dense, clock, events, order), timestamp < validation_from
-    )
-    return EventLog(
+    dense, encodings["dense"] = _standard(schema.context_dense, clock, events, order, train)
+    event_dense, encodings["event_dense"] = _standard(schema.event_dense, clock, events, order, encoder.in_training)
+    log = EventLog(
         schema=schema,
         user=user,
         timestamp=timestamp,
@@ -251,18 +259,38 @@ def build_event_log(schema: DatasetSchema, events: Table, items: Table | None = 
         dense=dense,
         event_dense=event_dense,
     )
+    for remark in labels_alike(log, log.tasks):
+        warnings.warn(f"{remark}; check the column, `op` and `value` of its Label", stacklevel=3)
+    return log
+
+
+def labels_alike(log: EventLog, tasks: tuple[str, ...]) -> list[str]:
+    """What there is to say of tasks whose training samples all have one label.
+
+    Args:
+        log: The log.
+        tasks: Those to look at.
+    """
+    train = log.samples("train")
+    values = {task: log.labels[task][train] for task in tasks}
+    return [
+        f"all {len(train):,} training labels of {task} are {int(labels[0])}, so that there is nothing to learn"
+        for task, labels in values.items()
+        if len(labels) and (labels == labels[0]).all()
+    ]
 
 
 def _check_seconds(schema: DatasetSchema, events: Table, timestamp: Int64Array) -> None:
-    late = np.flatnonzero(timestamp > LAST_SECOND)
-    if not late.size:
+    far = np.flatnonzero((timestamp > LAST_SECOND) | (timestamp < -LAST_SECOND))
+    if not far.size:
         return
-    row = int(late[0])
+    row = int(far[0])
     value = int(timestamp[row])
     units = (("milliseconds", 10**3), ("microseconds", 10**6), ("nanoseconds", 10**9))
-    unit, factor = next((each for each in units if value // each[1] <= LAST_SECOND), units[-1])
+    unit, factor = next((each for each in units if abs(value) // each[1] <= LAST_SECOND), units[-1])
+    bound = f"at most {LAST_SECOND} (the year 2242)" if value > 0 else f"at least {-LAST_SECOND} (the year 1697)"
     raise DataError(
-        f"must be seconds since 1970, at most {LAST_SECOND} (the year 2242)",
+        f"must be seconds since 1970, {bound}",
         file=events.file,
         column=schema.timestamp,
         row=events.file_row(row),
@@ -399,3 +427,48 @@ def _dense(
             values = np.log1p(values)
         out[:, k] = values
     return out
+
+
+def _standard(
+    entries: tuple[str | DenseColumn, ...],
+    clock: _Clock,
+    events: Table,
+    order: Int64Array,
+    training: npt.NDArray[np.bool_],
+) -> tuple[Float32Array, str]:
+    """Standardised dense features and their fingerprint; refuses columns that would come out destroyed."""
+    values = _dense(entries, clock, events, order)
+    standard, fingerprint = standardise(values, training)
+    for k, entry in enumerate(entries):
+        if isinstance(entry, DenseColumn):
+            rule, row = _destroyed(values[:, k], standard[:, k], training)
+            if rule:
+                remedy = "correct or drop such rows"
+                if entry.transform == "identity":
+                    remedy += ", or use transform='log1p' in a schema of your own"
+                raise DataError(
+                    rule,
+                    file=events.file,
+                    column=entry.column,
+                    row=events.file_row(int(order[row])),
+                    value=events.columns[entry.column][order[row]].item(),
+                    remedy=remedy,
+                )
+    return standard, fingerprint
+
+
+def _destroyed(
+    values: npt.NDArray[np.float64], standard: Float32Array, training: npt.NDArray[np.bool_]
+) -> tuple[str, int]:
+    """The rule that a dense column breaks, and the position of the value to blame; no rule if it breaks none."""
+    lost = np.flatnonzero(~np.isfinite(standard))
+    if lost.size:
+        return "must be finite after standardising by the training period", int(lost[np.abs(values[lost]).argmax()])
+    seen = np.flatnonzero(training)
+    first, last = math.ceil(0.01 * (len(seen) - 1)), math.floor(0.99 * (len(seen) - 1))
+    by_value = seen[np.argpartition(values[seen], (first, last))]
+    low, high = by_value[first], by_value[last]
+    if values[low] < values[high] and standard[low] == standard[high]:
+        far = int(seen[np.abs(values[seen] - values[low]).argmax()])
+        return "must not be so far from the others that 98 % of the training values become one number", far
+    return "", -1

@@ -59,6 +59,16 @@ def read_table(path: str | os.PathLike[str], columns: Sequence[Column]) -> Table
     file = os.fspath(path)
     if not Path(file).is_file():
         raise DataError("the file must exist", file=file, remedy="give the path of a Parquet file")
+    with Path(file).open("rb") as opened:
+        start = opened.read(16)
+    if start and not start.startswith((b"PAR1", b"PARE")):  # PARE: an encrypted footer, of which pyarrow tells
+        raise DataError(
+            "the file must be a Parquet file, which begins with b'PAR1'",
+            file=file,
+            value=start,
+            remedy="if it is CSV, write it as Parquet with pyarrow.parquet.write_table(pyarrow.csv.read_csv(file), "
+            "new_file) or pandas.read_csv(file).to_parquet(new_file), otherwise copy it again",
+        )
     try:
         parquet = pq.ParquetFile(file)
         found = list(parquet.schema_arrow.names)

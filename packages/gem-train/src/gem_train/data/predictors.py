@@ -134,13 +134,14 @@ def click_through_rate(
     delay = next(label.delay_seconds for label in log.schema.labels if label.task == task)
     positions = log.samples(split)
     counted = np.flatnonzero((log.split == 0) | (log.split == 1) if frozen else log.labelled)
-    span = int(log.timestamp.max()) + 2
-    codes = keys[counted] * span + log.timestamp[counted]
+    time = log.timestamp - log.timestamp.min()  # from 0, also before 1970
+    span = int(time.max()) + 2
+    codes = keys[counted] * span + time[counted]
     order = np.argsort(codes, kind="stable")
     codes = codes[order]
     labels = np.concatenate([[0.0], np.cumsum(log.labels[task][counted][order], dtype=np.float64)])
     # Strictly earlier, and known: t_e <= t - max(delay, 1), in whole seconds.
-    latest = np.maximum(log.timestamp[positions] - max(delay, 1), -1)
+    latest = np.maximum(time[positions] - max(delay, 1), -1)
     if frozen:
         latest = np.full(len(positions), span - 2)
     begin = np.searchsorted(codes, keys[positions] * span, side="left")

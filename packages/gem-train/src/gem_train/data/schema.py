@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import math
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Literal, get_args
 
 from gem_train.data.arguments import check_choice, check_integer, check_kind, check_list, check_number, check_text
@@ -55,11 +57,21 @@ class Column:
                     f"{owner}: `{argument}` must be None for kind {self.kind!r}, which has no order, got {bound}; "
                     "remove it"
                 )
+        if self.minimum is not None and self.maximum is not None and self.minimum > self.maximum:
+            raise ValueError(
+                f"{owner}: `minimum` must be <= `maximum`, got {self.minimum} and {self.maximum}; no value is between "
+                "them, swap them"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Label:
-    """A binary task: 1 where `column <op> value` holds."""
+    """A binary task: 1 where `column <op> value` holds, and 0 for every other value of the column.
+
+    So with op "eq" and value 1, a -1 that stands for "not known" is a negative, and so is a 7. The column's `minimum`
+    and `maximum` say which values there can be, and others are then refused (`Column(name="click", kind="int",
+    minimum=0, maximum=1)`); `DatasetSchema.labelled` says which events have no label yet.
+    """
 
     task: str
     column: str
@@ -91,7 +103,7 @@ class CategoricalFeature:
     min_count: int = 1
     """Values with fewer training events share id 0, so that its embedding is trained too."""
     values: tuple[float, ...] | tuple[str, ...] | None = None
-    """A vocabulary fixed in advance."""
+    """A vocabulary fixed in advance, of the column's kind. The data must hold at least one of them."""
 
     def __post_init__(self) -> None:
         owner = _feature(self)
@@ -99,6 +111,11 @@ class CategoricalFeature:
         if self.values is None:
             return
         check_list(owner, "values", self.values, "give the vocabulary as a tuple")
+        if not self.values:
+            raise ValueError(
+                f"{owner}: `values` must hold a value, got {self.values!r}, with which all events are alike; leave it "
+                "out to take the values of the training period"
+            )
         for value in self.values:
             check_kind(owner, "values", value, Hashable, "give numbers or texts")
         repeated = [value for value in set(self.values) if self.values.count(value) > 1]
@@ -134,6 +151,11 @@ class BucketFeature:
         if self.boundaries is None:
             return
         check_list(owner, "boundaries", self.boundaries, "give the numbers as a tuple")
+        if not self.boundaries:
+            raise ValueError(
+                f"{owner}: `boundaries` must hold a number, got {self.boundaries!r}, with which all events are alike; "
+                "give some, or `num_buckets` instead"
+            )
         for boundary in self.boundaries:
             check_number(owner, "boundaries", boundary)
         if list(self.boundaries) != sorted(set(self.boundaries)):
@@ -206,7 +228,11 @@ class DatasetSchema:
     labels: tuple[Label, ...]
     features: tuple[Feature, ...]
     candidate_features: tuple[str, ...]
-    """Features read for the sample itself. None may come from a label's column."""
+    """Features read for the sample itself. None may come from the column of one of `labels`.
+
+    Of other columns the schema does not know which are outcomes of the event. So keep the Label of an outcome that is
+    not to be predicted, and leave its task out of the model (the settings `model.tasks` and `model.priors`): the sample
+    cannot read its column then, and histories only once it is known."""
     history_features: tuple[str, ...]
     """Features read for each history event. One from a label's column is id 0 until the label is known."""
     item_columns: tuple[Column, ...] = ()
@@ -222,7 +248,8 @@ class DatasetSchema:
     history: str = "history"
     """Name of the sequence."""
     max_history: int = 200
-    """A history keeps this many of its latest events."""
+    """A history keeps at most this many of its latest events. `RunConfig.resolve` takes this or the recipe's
+    `data.max_history`, whichever is less, unless `data.max_history` is set by name."""
     unknown_items: UnknownItems = "error"
     """What an event whose item is not in the item table means: an error, or an item without features."""
     split: TimeSplit = TimeSplit()
@@ -240,6 +267,8 @@ class DatasetSchema:
                 "DatasetSchema: `unknown_items` must be 'error' without `item_columns`, where no item is unknown, "
                 f"got {self.unknown_items!r}; leave it out"
             )
+        for argument in ("event_columns", "item_columns"):
+            _distinct(argument, [column.name for column in getattr(self, argument)], self.name)
         events = {c.name: c for c in self.event_columns}
         items = {c.name: c for c in self.item_columns}
         for role in ("user", "item", "timestamp"):
@@ -301,6 +330,15 @@ class DatasetSchema:
             )
         kinds = ("int", "float") if isinstance(feature, BucketFeature) else ("int", "float", "string", "strings")
         self._require(feature.column, columns, f"`features` ({feature.name})", kinds)
+        if isinstance(feature, CategoricalFeature):
+            kind = columns[feature.column].kind
+            holds, words = _VALUES[kind]
+            wrong = [value for value in feature.values or () if not holds(value)]
+            if wrong:
+                raise ValueError(
+                    f"DatasetSchema: `values` of feature {feature.name!r} must be {words}, as its column "
+                    f"{feature.column!r} is of kind {kind}, got {wrong[0]!r}; give them as the column holds them"
+                )
 
     def _check_lists(self, events: dict[str, Column]) -> None:
         features = {feature.name: feature for feature in self.features}
@@ -355,6 +393,28 @@ class DatasetSchema:
                 f"DatasetSchema: {role} must have a column of kind {' or '.join(kinds)}, got {name!r} of kind "
                 f"{columns[name].kind}; name another, or declare it so"
             )
+
+
+def _is_int64(value: object) -> bool:
+    """Booleans among them: a column of kind int may be of a boolean type."""
+    return isinstance(value, Integral) and -(2**63) <= int(value) < 2**63
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+_VALUES: dict[ColumnKind, tuple[Callable[[object], bool], str]] = {
+    "int": (_is_int64, "whole numbers (int) of 64 bits"),
+    "float": (_is_finite, "finite numbers"),
+    "string": (_is_text, "texts (str)"),
+    "strings": (_is_text, "texts (str)"),
+}
+"""What a vocabulary for a column of each kind holds, and in words."""
 
 
 _ELEMENTS: dict[str, tuple[type, ...]] = {

@@ -38,7 +38,8 @@ class DataConfig:
     epochs: int = 1
     """Passes over the training split."""
     max_history: int = 200
-    """Latest events kept of a history."""
+    """Latest events kept of a history. A recipe's own value does not exceed the `max_history` of the data's schema; one
+    that is set is taken as it is."""
     balance: Literal["reader", "exchange", "none"] = "reader"
     """How the samples of a step are spread over the ranks: dealt by length where they are read; moved between the ranks
     after reading, by what they cost the model; or as they come."""
@@ -171,10 +172,16 @@ class RunConfig:
 
         Raises:
             ConfigError: if a name is unknown, or a value does not fit its field, the other values or the data.
+            TypeError: if an argument has another type.
         """
+        _check_kind("recipe", recipe, (Recipe,), "name one in gem_train.recipes.get")
+        _check_kind("log", log, (EventLog, DatasetSchema), "make one with load_events, or give the schema")
+        _check_kind("assignments", assignments, (Mapping,), "for example {'trainer.max_steps': 5}, or {}")
+        schema = log if isinstance(log, DatasetSchema) else log.schema
         plain = cls(
             trainer=recipe.trainer,
-            data=recipe.data,
+            # No more than either says; a value that a user gives is taken as it is.
+            data=dataclasses.replace(recipe.data, max_history=min(recipe.data.max_history, schema.max_history)),
             sparse=recipe.sparse,
             model=recipe.model(log),
             parallel=ParallelConfig(),
@@ -188,6 +195,12 @@ class RunConfig:
     def to_dict(self) -> dict[str, Any]:
         """JSON values of all fields."""
         return {field.name: dataclasses.asdict(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+
+def _check_kind(name: str, value: object, kinds: tuple[type, ...], remedy: str) -> None:
+    if not isinstance(value, kinds):
+        words = " or ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"RunConfig.resolve: `{name}` must be of type {words}, got {value!r}; {remedy}")
 
 
 def _check_layers(model: RankingConfig, assignments: Mapping[str, object]) -> None:
