@@ -231,7 +231,35 @@ def test_picture(capsys, tmp_path, suffix):
     assert content.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
     if suffix == "svg":
         assert b"links in zones" in content
+        assert b"links between" not in content
         assert b"parameters" in content
+
+
+def test_a_small_plan_shows_digits_and_no_empty_lane(capsys, tmp_path):
+    path = tmp_path / "step.svg"
+    code, out, _ = run(capsys, "explain", "synthetic", "--ranks", "8", "--picture", str(path))
+    assert code == 0
+    content = path.read_text()
+    assert "links in hosts" in content
+    assert "links in zones" not in content
+    (mfu,) = re.findall(r"E2E MFU \S+ % = local MFU \S+ % x scaling ratio \S+", out)
+    assert mfu in content
+    assert all(len(number.strip("0.")) >= 3 for number in re.findall(r"[\d.]+(?= %)|[\d.]+$", mfu))
+    # The lowest label ends above the numbers of the axis.
+    (label,) = re.findall(r' ([\d.]+)\)">\(NVLink\)<', content)
+    (tick,) = re.findall(r' ([\d.]+)\)">0\.0<', content)
+    assert float(tick) - float(label) > 15
+
+
+def test_rates_have_units(capsys):
+    _, out, _ = run(capsys, "explain", "synthetic")
+    table = out.split("\nrates and ")[1]
+    values = dict(re.findall(r"^  (gemm, width 256|\w+) +(\d[\d.]* \S+(?: moved / saved)?)  ", table, re.MULTILINE))
+    assert values["gemm, width 256"] == "567.00 TFLOP/s"
+    assert values["peak_flops"] == "989.00 TFLOP/s"
+    assert values["memory_bytes"] == "149.00 GB"
+    assert values["copy"] == "4.25 TB/s"
+    assert values["activation_passes"] == "1.4 bytes moved / saved"
 
 
 def test_sweep(capsys):
