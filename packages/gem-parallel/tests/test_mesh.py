@@ -1,5 +1,6 @@
 """Degrees, where their groups lie, and what is refused; nothing here starts a process."""
 
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -71,6 +72,10 @@ def test_the_nearest_layouts_fit():
         ParallelDims(dp_replicate=2, dp_shard=2, ep=16, sparse_shard=64).check(POD)
     assert "(dp_replicate=2, dp_shard=4, ep=8)" in str(info.value)
     assert "(sparse_replicate=1, sparse_shard=64)" in str(info.value)
+    with pytest.raises(ValueError) as info:
+        ParallelDims(dp_shard=64, sparse_shard=64).check(POD)
+    found = re.findall(r"dp_replicate=\d+, dp_shard=\d+, ep=(\d+)", str(info.value))
+    assert set(found) == {"1"}
 
 
 def test_another_number_of_gpus_is_refused():
@@ -96,7 +101,14 @@ def test_for_world():
     assert dims == ParallelDims(dp_replicate=2, dp_shard=2, ep=4, sparse_replicate=2, sparse_shard=8)
     with pytest.raises(ValueError, match=r"positive multiple of dp_replicate \* ep \(6\), got 16; nearest: ") as info:
         ParallelDims.for_world(16, dp_replicate=2, ep=3)
-    assert "(dp_replicate=2, ep=4)" in str(info.value)
+    assert str(info.value).endswith(
+        "nearest: (dp_replicate=2, ep=2) or (dp_replicate=4, ep=2) or (dp_replicate=1, ep=2)"
+    )
+    # No experts are asked of a model whose layout had none.
+    with pytest.raises(
+        ValueError, match=r"got 16; nearest: \(dp_replicate=4\) or \(dp_replicate=2\) or \(dp_replicate=8\)$"
+    ):
+        ParallelDims.for_world(16, dp_replicate=3)
     with pytest.raises(ValueError, match=r"sparse_replicate \(3\), got 16; nearest: \(sparse_replicate=4\) or \(spar"):
         ParallelDims.for_world(16, sparse_replicate=3)
     for bad in ("world_size", "dp_replicate", "ep", "sparse_replicate"):

@@ -362,10 +362,14 @@ def test_rates_between_measured_widths():
 def test_bad_rates(tmp_path):
     path = tmp_path / "rates.json"
     for text, message in (
-        ('{"name": "x"}', r"must hold activation_passes, .*, peak_flops, got none; the fields are activation_passes, "),
+        ('{"name": "x"}', r"must hold the fields activation_passes, .*, peak_flops, got none of activation_passes, "),
         (
             json.dumps(json.loads(H200_FILE.read_text()) | {"extra": 1}),
-            r"must not hold extra, got them; the fields are ",
+            r"must hold the fields .*, got unknown extra; add what is missing",
+        ),
+        (
+            '{"peak_flop": 1, "x": 2}',
+            r"must .*, got unknown peak_flop \(did you mean peak_flops\?\), x and none of activation_passes, ",
         ),
         ("[]", r"must hold a JSON object with a field for each rate, got a list; begin with a copy of .*nvidia-h200"),
         ("null", r"must hold a JSON .* got a null; begin"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import re
@@ -185,6 +186,41 @@ def test_topology_file(capsys, tmp_path):
     assert "dp_replicate 2: ranks 0, 4; across zones" in out
 
 
+def test_more_ranks_than_the_topology_has_are_said(capsys, tmp_path):
+    path = tmp_path / "pod.toml"
+    Topology(gpus_per_host=2, hosts_per_zone=2, zones=3).save(path)
+    for ranks, note in (("12", ""), ("4", ""), ("24", "planned as 6 such zones of 4 GPUs, where it has 3")):
+        code, out, err = run(capsys, "explain", "synthetic", "--topology", str(path), "--ranks", ranks)
+        assert code == 0
+        assert f"{ranks} ranks, 2 per host, 4 per zone" in out
+        assert bool(err) == bool(note)
+        assert note in err
+    assert f"--ranks 24 is more than the 12 GPUs of {path}" in err
+
+
+def test_a_picture_is_replaced_and_a_mistake_leaves_it(capsys, tmp_path):
+    path = tmp_path / "step.svg"
+    path.write_text("old")
+    assert run(capsys, "explain", "synthetic", "--picture", str(path), "--ranks", "12")[0] == 2
+    assert path.read_text() == "old"
+    assert run(capsys, "explain", "synthetic", "--picture", str(path))[0] == 0
+    assert path.read_text().startswith("<?xml")
+    new = tmp_path / "new.svg"
+    assert run(capsys, "explain", "synthetic", "--picture", str(new), "--ranks", "12")[0] == 2
+    assert not new.exists()
+
+
+def test_a_picture_that_fails_to_be_written_names_its_option(capsys, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("gem_train.plan_picture.draw_plan", full)
+    code, _, err = run(capsys, "explain", "synthetic", "--picture", str(tmp_path / "step.svg"))
+    assert code == 2
+    assert "--picture: must be a file that can be written, got " in err
+    assert "(No space left on device); name another" in err
+
+
 @pytest.mark.parametrize("suffix", ["svg", "png"])
 def test_picture(capsys, tmp_path, suffix):
     path = tmp_path / f"step.{suffix}"
@@ -195,7 +231,35 @@ def test_picture(capsys, tmp_path, suffix):
     assert content.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
     if suffix == "svg":
         assert b"links in zones" in content
+        assert b"links between" not in content
         assert b"parameters" in content
+
+
+def test_a_small_plan_shows_digits_and_no_empty_lane(capsys, tmp_path):
+    path = tmp_path / "step.svg"
+    code, out, _ = run(capsys, "explain", "synthetic", "--ranks", "8", "--picture", str(path))
+    assert code == 0
+    content = path.read_text()
+    assert "links in hosts" in content
+    assert "links in zones" not in content
+    (mfu,) = re.findall(r"E2E MFU \S+ % = local MFU \S+ % x scaling ratio \S+", out)
+    assert mfu in content
+    assert all(len(number.strip("0.")) >= 3 for number in re.findall(r"[\d.]+(?= %)|[\d.]+$", mfu))
+    # The lowest label ends above the numbers of the axis.
+    (label,) = re.findall(r' ([\d.]+)\)">\(NVLink\)<', content)
+    (tick,) = re.findall(r' ([\d.]+)\)">0\.0<', content)
+    assert float(tick) - float(label) > 15
+
+
+def test_rates_have_units(capsys):
+    _, out, _ = run(capsys, "explain", "synthetic")
+    table = out.split("\nrates and ")[1]
+    values = dict(re.findall(r"^  (gemm, width 256|\w+) +(\d[\d.]* \S+(?: moved / saved)?)  ", table, re.MULTILINE))
+    assert values["gemm, width 256"] == "567.00 TFLOP/s"
+    assert values["peak_flops"] == "989.00 TFLOP/s"
+    assert values["memory_bytes"] == "149.00 GB"
+    assert values["copy"] == "4.25 TB/s"
+    assert values["activation_passes"] == "1.4 bytes moved / saved"
 
 
 def test_sweep(capsys):
@@ -272,7 +336,18 @@ def test_a_layout_that_leaves_its_tier_is_explained_with_a_note(capsys):
             ("explain", "synthetic", "--dims", "dp_replicate=3"),
             "error: --dims: the number of GPUs must be a positive multiple ",
         ),
-        (("explain", "synthetic", "--dims", "dp_replicate=3"), "positive multiple of dp_replicate (3), got 8"),
+        (
+            ("explain", "synthetic", "--dims", "dp_replicate=3"),
+            "of dp_replicate (3), got 8; nearest: (dp_replicate=4) or (dp_replicate=2) or (dp_replicate=",
+        ),
+        (
+            ("explain", "synthetic", "--dims", "ep=3"),
+            "has model.num_experts=1; add --set model.num_experts=3, or leave",
+        ),
+        (
+            ("explain", "synthetic", "--dims", "ep=3", "--set", "model.num_experts=3"),
+            "multiple of dp_replicate * ep (3), got 8; nearest: (dp_replicate=1, ep=2) or",
+        ),
         (("explain", "synthetic", "--dims", "ep=2,ep=4"), "--dims: ep is given twice, got 'ep=2,ep=4'; give it once"),
         (("explain", "synthetic", "--dims", "ep=-2"), "--dims: ep must be at least 1, got -2; leave it out"),
         (("explain", "synthetic", "--dims", "ep=0"), "--dims: ep must be at least 1, got 0; leave it out"),
@@ -300,6 +375,11 @@ def test_a_layout_that_leaves_its_tier_is_explained_with_a_note(capsys):
             "--dims: each of the 16 ranks of ep needs an expert of its own",
         ),
         (("explain", "cluster-4096", "--set", "model.dim=3"), "is numbers without data"),
+        (
+            ("explain", "synthetic", "--picture", "/proc/x.svg"),
+            "--picture: must be a file that can be written, got '/pr",
+        ),
+        (("explain", "synthetic", "--picture", f"{'x' * 300}.svg"), "x.svg' (File name too long); name another"),
     ],
 )
 def test_mistakes(capsys, arguments, text):

@@ -17,7 +17,7 @@ from gem_train.data import SCOREBOARD
 from gem_train.metrics import BinaryMetrics
 from gem_train.metrics_log import FILE_NAME, MetricsLog, read_metrics
 from gem_train.report import write_report
-from gem_train.report.figures import Curve, Level, curves, si, wilson
+from gem_train.report.figures import Curve, Level, calibration, curves, si, wilson
 from gem_train.report.run import Bar, load_run
 from gem_train.report.sections import verdict
 
@@ -269,6 +269,45 @@ def test_labels_of_close_levels_do_not_lie_on_each_other() -> None:
     svg = curves("AUC", [line], ylabel="AUC", levels=levels, alt="")
     heights = [float(y) for y in re.findall(r'<text [^>]* y="([\d.]+)"[^>]*>the (?:first|second) \(test\)', svg)]
     assert abs(heights[0] - heights[1]) > 8, "points, of letters that are 8 high"
+
+
+def test_windows_of_few_steps_are_left_out_of_the_curves(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path) as log:
+        log.write("config", run="short end")
+        for step, loss in ((5, 0.5), (10, 0.4), (15, 0.4), (17, 0.9)):
+            log.write("train", step=step, samples=8 * step, seconds=0.5, loss=loss)
+    run = load_run(tmp_path)
+    assert [line["step"] for line in run.windows] == [5, 10, 15]
+    assert run.step == 17
+    html = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "training from 0.5 to 0.4" in html
+    assert "Windows of fewer steps than most, as the last one may be, are left out." in Page(html).text
+    assert "Windows of fewer" not in write_report(write_run(tmp_path / "even")).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("losses", "starts", "top"),
+    [([0.9, 0.8, *[0.7 - 0.01 * k for k in range(18)]], "", 0.9), ([9.0, 0.8] + [0.5] * 18, " (from 9)", 0.5)],
+)
+def test_a_curve_is_cut_at_its_start_only_where_that_dwarfs_the_rest(
+    losses: list[float], starts: str, top: float
+) -> None:
+    svg = curves("Loss", [Curve("training", list(range(20)), losses, "#000000", marked=False)], ylabel="loss", alt="")
+    texts = re.findall(r"<text [^>]*>([^<]*)</text>", svg)
+    assert (f"training{starts}" in texts) == bool(starts)
+    ticks = [float(text) for text in texts[texts.index("samples trained") + 1 :] if re.fullmatch(r"[\d.]+", text)]
+    assert max(ticks) == pytest.approx(top, abs=0.06)
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.02])
+def test_calibration_of_narrow_predictions_fills_the_plot(rate: float) -> None:
+    points = [{"count": 100, "prediction": rate * (1 + 0.002 * k), "label": rate * (1 + k % 3)} for k in range(-10, 10)]
+    svg = calibration("narrow", [p for p in points if p["label"] <= 1], alt="")
+    texts = re.findall(r'<text [^>]*?([\d.]+)\)"[^>]*>([^<]*)</text>', svg)
+    numbers = [float(text) for _, text in texts if re.fullmatch(r"[\d.]+", text)]
+    assert sum(0.97 * rate < number < 1.03 * rate for number in numbers) >= 3, "of the axis of predictions"
+    heights = {text: float(y) for y, text in texts}
+    assert heights["observed"] > heights["mean prediction"], "the legend is below the plots"
 
 
 def test_young_run(tmp_path: Path) -> None:

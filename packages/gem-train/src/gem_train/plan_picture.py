@@ -11,11 +11,16 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from gem_parallel.planner import Interval, PlanReport
+from gem_train.plan_text import digits
 
 __all__ = ["draw_plan"]
 
-LANES = ("compute", "host", "zone", "cluster")
-LABELS = ("compute", "links in hosts\n(NVLink)", "links in zones\n(RoCE)", "links between\nzones")
+LANES = {
+    "compute": "compute",
+    "host": "links in hosts\n(NVLink)",
+    "zone": "links in zones\n(RoCE)",
+    "cluster": "links between\nzones",
+}
 # Okabe and Ito: told apart by colour-blind readers.
 COLOURS = {
     "forward": "#0072B2",
@@ -45,25 +50,26 @@ def draw_plan(report: PlanReport, path: str | Path) -> Path:
     if path.suffix not in (".svg", ".png"):
         raise ValueError(f"draw_plan: `path` must end with .svg or .png, got {path.name!r}; name it so")
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "gem", "font.family": "sans-serif", "font.size": 10}):
-        figure = Figure(figsize=(11, 3.6), layout="constrained")
+        # A tier that nothing crosses, such as the links between the hosts of one host, has no lane.
+        lanes = [lane for lane in LANES if any(each.lane == lane for each in report.step.intervals)]
+        figure = Figure(figsize=(11, 1.2 + 0.6 * len(lanes)), layout="constrained")
         canvas = FigureCanvasSVG(figure) if path.suffix == ".svg" else FigureCanvasAgg(figure)
         axes = figure.add_subplot()
         used: set[str] = set()
-        for row, lane in enumerate(LANES):
+        for row, lane in enumerate(lanes):
             for interval in (each for each in report.step.intervals if each.lane == lane):
                 kind = _kind(interval)
                 used.add(kind)
                 span = (1e3 * interval.start, 1e3 * (interval.end - interval.start))
-                axes.broken_barh(
-                    [span], (len(LANES) - row - 0.8, 0.6), facecolors=COLOURS[kind], edgecolor="white", lw=0.2
-                )
-        axes.set_yticks([len(LANES) - row - 0.5 for row in range(len(LANES))], LABELS)
+                axes.broken_barh([span], (row + 0.2, 0.6), facecolors=COLOURS[kind], edgecolor="white", lw=0.2)
+        axes.set_yticks([row + 0.5 for row in range(len(lanes))], [LANES[lane] for lane in lanes])
+        axes.set_ylim(len(lanes), 0)
         axes.set_xlabel("ms from the start of the step")
         axes.set_xlim(0, 1e3 * report.step.seconds)
         axes.set_title(
-            f"{report.model.name}, {report.dims.world_size:,} ranks: step {1e3 * report.step.seconds:.1f} ms, "
-            f"E2E MFU {100 * report.mfu:.1f} % = local MFU {100 * report.local_mfu:.1f} % x scaling ratio "
-            f"{report.scaling_ratio:.2f}",
+            f"{report.model.name}, {report.dims.world_size:,} ranks: step {digits(1e3 * report.step.seconds)} ms, "
+            f"E2E MFU {digits(100 * report.mfu)} % = local MFU {digits(100 * report.local_mfu)} % x scaling ratio "
+            f"{report.scaling_ratio:#.3g}",
             loc="left",
             fontsize=10,
         )

@@ -6,9 +6,16 @@ from collections.abc import Sequence
 
 from gem_parallel.planner import CATEGORIES, Collective, PlanReport, Rate
 
-__all__ = ["format_front", "format_plan"]
+__all__ = ["digits", "format_front", "format_plan"]
 
 TIERS = ("host", "zone", "cluster")
+UNITS = {
+    "peak_flops": "FLOP/s",
+    "memory_bytes": "B",
+    "host_memory_bytes": "B",
+    "activation_passes": "bytes moved / saved",
+}
+"""Of the fields of Hardware that are no bytes a second."""
 MAX_CHANGES = 5
 
 
@@ -34,7 +41,7 @@ def format_plan(report: PlanReport) -> str:
         ("step", _step(report)),
         ("what limits it (gain if it took half the time)", _terms(report)),
         ("what would help", _changes(report)),
-        (f"rates: {report.hardware.name}", _rates(report)),
+        (f"rates and sizes: {report.hardware.name}", _rates(report)),
     ]
     return "\n\n".join(f"{title}\n{_indent(body)}" if title else body for title, body in sections)
 
@@ -48,10 +55,10 @@ def format_front(front: Sequence[PlanReport], num_layouts: int) -> str:
     """
     rows = [
         (
-            _digits(1e3 * report.step.seconds),
-            _digits(report.memory.peak.total / 1e9),
+            digits(1e3 * report.step.seconds),
+            digits(report.memory.peak.total / 1e9),
             "yes" if report.memory.fits else "no",
-            _digits(100 * report.mfu),
+            digits(100 * report.mfu),
             f"{report.samples_per_second:,.0f}",
             str(report.dims.dp_replicate),
             str(report.dims.dp_shard),
@@ -83,8 +90,12 @@ def format_front(front: Sequence[PlanReport], num_layouts: int) -> str:
     )
 
 
-def _digits(value: float) -> str:
-    """Two decimals, and three digits of what is too small for them."""
+def digits(value: float) -> str:
+    """Two decimals, and three digits of what is too small for them.
+
+    Args:
+        value: A number above 0.
+    """
     return f"{value:.2f}" if value >= 1 else f"{value:.3g}"
 
 
@@ -170,8 +181,8 @@ def _step(report: PlanReport) -> str:
     rows.append(("step", f"{1e3 * total:.3f}", f"{report.samples_per_second:,.0f} samples/s"))
     return (
         _table(("where the time goes", "ms", ""), rows)
-        + f"\nE2E MFU {100 * report.mfu:.2f} % = local MFU {100 * report.local_mfu:.2f} % "
-        + f"x scaling ratio {report.scaling_ratio:.3f}"
+        + f"\nE2E MFU {digits(100 * report.mfu)} % = local MFU {digits(100 * report.local_mfu)} % "
+        + f"x scaling ratio {report.scaling_ratio:#.3g}"
         + f" (of {report.hardware.peak_flops.value / 1e12:g} TFLOP/s dense bf16)"
     )
 
@@ -198,12 +209,12 @@ def _changes(report: PlanReport) -> str:
 
 def _rates(report: PlanReport) -> str:
     hardware = report.hardware
-    rows = [(f"gemm, width {width}", f"{rate.value:.3g}", rate.source) for width, rate in hardware.gemm]
+    rows = [(f"gemm, width {width}", f"{_count(rate.value)}FLOP/s", rate.source) for width, rate in hardware.gemm]
     for name in hardware.__dataclass_fields__:
         rate = getattr(hardware, name)
         if isinstance(rate, Rate):
-            rows.append((name, f"{rate.value:.3g}", rate.source))
-    return _table(("rate", "per second", "from"), rows)
+            rows.append((name, f"{_count(rate.value)}{UNITS.get(name, 'B/s')}", rate.source))
+    return _table(("what", "value", "from"), rows)
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -228,4 +239,4 @@ def _count(number: float) -> str:
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.2f} {unit}"
-    return f"{number:.0f} "
+    return f"{number:g} "

@@ -159,16 +159,17 @@ class ParallelDims:
                 raise ValueError(
                     f"ParallelDims.for_world: `{argument}` must be >= 1, got {number}; pass a number of ranks"
                 )
-        for text, factor in (("dp_replicate * ep", dp_replicate * ep), ("sparse_replicate", sparse_replicate)):
-            wanted = {text: factor} if text == "sparse_replicate" else {"dp_replicate": dp_replicate, "ep": ep}
-            text = "dp_replicate" if text == "dp_replicate * ep" and ep == 1 else text
+        for wanted in ({"dp_replicate": dp_replicate, "ep": ep}, {"sparse_replicate": sparse_replicate}):
+            axes = tuple(axis for axis in wanted if axis != "ep" or ep > 1)
+            factor = math.prod(wanted.values())
             if world_size % factor != 0:
-                # The last degree is what the others leave.
+                # The last degree is what the others leave; a model may have no more experts than were asked for.
                 rest = max(1, world_size // factor)
-                found = _nearest((*wanted.values(), rest), world_size)
+                found = _nearest((*(wanted[axis] for axis in axes), rest), world_size, limit=None)
+                found = [each for each in found if len(axes) == 1 or each[1] <= ep][:3]
                 raise ValueError(
-                    f"ParallelDims.for_world: `world_size` must be a positive multiple of {text} ({factor}), "
-                    f"got {world_size}; nearest: {_shown([each[:-1] for each in found], tuple(wanted))}"
+                    f"ParallelDims.for_world: `world_size` must be a positive multiple of {' * '.join(axes)} "
+                    f"({factor}), got {world_size}; nearest: {_shown([each[:-1] for each in found], axes)}"
                 )
         follows = {
             "dp_shard": (dp_shard, world_size // (dp_replicate * ep), "dp_replicate or ep"),
@@ -238,9 +239,14 @@ class ParallelDims:
         dense = [
             degrees
             for degrees in _nearest((self.dp_replicate, self.dp_shard, self.ep), world_size, limit=None)
-            if topology is None
-            or (
-                topology.tier_of(degrees[2]) == "host" and topology.tier_of(degrees[1] * degrees[2]) in ("host", "zone")
+            # A model may have no more experts than were asked for.
+            if degrees[2] <= self.ep
+            and (
+                topology is None
+                or (
+                    topology.tier_of(degrees[2]) == "host"
+                    and topology.tier_of(degrees[1] * degrees[2]) in ("host", "zone")
+                )
             )
         ]
         sparse = [

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gem_train.cli.output import complain, say
+from gem_train.cli.output import complain, say, unwritable
 from gem_train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,7 +62,10 @@ def run_explain(args: argparse.Namespace) -> int:
     if args.picture is not None:
         from gem_train.plan_picture import draw_plan
 
-        complain(f"picture: {draw_plan(report, args.picture)}")
+        try:
+            complain(f"picture: {draw_plan(report, args.picture)}")
+        except OSError as error:  # a disk that is full, say
+            raise _not_a_place(args.picture, error.strerror or str(error)) from error
     return 0
 
 
@@ -121,9 +124,13 @@ def _check_picture(path: str) -> None:
         raise ConfigError(f"--picture: the file must lie in a directory, got {path!r}; name another")
     if not directory.is_dir():
         raise ConfigError(f"--picture: the directory of the file must exist, got {path!r}; make {directory} first")
-    target = Path(path) if Path(path).exists() else directory
-    if Path(path).is_dir() or not os.access(target, os.W_OK):
-        raise ConfigError(f"--picture: must be a file that can be written, got {path!r}; name another")
+    reason = unwritable(Path(path))
+    if reason is not None:
+        raise _not_a_place(path, reason)
+
+
+def _not_a_place(path: str, reason: str) -> ConfigError:
+    return ConfigError(f"--picture: must be a file that can be written, got {path!r} ({reason}); name another")
 
 
 def _check_file(option: str, path: str, what: str) -> None:
@@ -184,7 +191,7 @@ def _inputs(args: argparse.Namespace) -> Inputs:
             f"--topology {args.topology}: a plan is of at most {MAX_RANKS:,} GPUs, got {ranks:,}; add --ranks N"
         )
     # Whatever the arguments alone decide comes before the data.
-    dims = _dims(args.dims, topology, plan.dims if plan else ParallelDims(dp_replicate=1))
+    degrees = _degrees(args.dims, topology, plan.dims if plan else ParallelDims())
     hardware = _rates(args.rates)
     assignments = parse_assignments(args.assignments)
     given: dict[str, Any] = {
@@ -214,22 +221,24 @@ def _inputs(args: argparse.Namespace) -> Inputs:
             )
         model, workload = plan.describe(), plan.workload
         experts = min((unit.num_experts for unit in model.units if unit.num_experts > 1), default=1)
-        if dims.ep > experts:
+        if degrees["ep"] > experts:
             raise ConfigError(
-                f"--dims: each of the {dims.ep} ranks of ep needs an expert of its own in every layer, and {plan.name} "
-                f"has {experts}; give ep at most {experts}"
+                f"--dims: each of the {degrees['ep']} ranks of ep needs an expert of its own in every layer, and "
+                f"{plan.name} has {experts}; give ep at most {experts}"
             )
+        dims = _dims(degrees, ranks)
         if args.samples:
             workload = replace(workload, samples_per_rank=args.samples)
     else:
         recipe = recipes.get(args.recipe, plans=True)
         config = recipes.RunConfig.resolve(recipe, recipe.schema, assignments)
-        if dims.ep > config.model.num_experts:
+        if degrees["ep"] > config.model.num_experts:
             raise ConfigError(
-                f"--dims: each of the {dims.ep} ranks of ep needs an expert of its own in every layer, and the model "
-                f"has model.num_experts={config.model.num_experts}; add --set model.num_experts={dims.ep}, or leave "
-                "ep out"
+                f"--dims: each of the {degrees['ep']} ranks of ep needs an expert of its own in every layer, and the "
+                f"model has model.num_experts={config.model.num_experts}; add --set "
+                f"model.num_experts={degrees['ep']}, or leave ep out"
             )
+        dims = _dims(degrees, ranks)
         log = recipe.load(recipe.directory(args.data))
         config = recipes.RunConfig.resolve(recipe, log, assignments)
         samples = args.samples or max(1, -(-config.data.global_batch_size // ranks))
@@ -238,6 +247,12 @@ def _inputs(args: argparse.Namespace) -> Inputs:
         workload = Workload(samples_per_rank=samples, sparse_optimizer=config.sparse.kind, param_wire=wire)
     if args.location:
         model = replace(model, tables=tuple(replace(table, location=args.location) for table in model.tables))
+    if cluster.num_gpus < ranks:
+        complain(
+            f"note: --ranks {ranks:,} is more than the {cluster.num_gpus:,} GPUs of {args.topology or args.recipe}: "
+            f"planned as {topology.zones:,} such zones of {topology.gpus_per_zone:,} GPUs, where it has "
+            f"{cluster.zones:,}"
+        )
     if args.dims is not None:
         try:
             dims.check(topology)
@@ -259,13 +274,13 @@ def _resized(topology: Topology, ranks: int) -> Topology:
         raise ConfigError(f"--ranks: {_rule(error).removeprefix('`num_ranks` ')}") from error
 
 
-def _dims(text: str | None, topology: Topology, wanted: ParallelDims) -> ParallelDims:
-    """The layout that the user names, or the recipe's as far as it fits a topology of another size."""
-    from gem_parallel import ParallelDims
+def _degrees(text: str | None, topology: Topology, wanted: ParallelDims) -> dict[str, int]:
+    """Degrees of DIM_AXES: those that the user names, else the recipe's as far as a topology of another size has room.
 
-    ranks = topology.num_gpus
-    if text is None and wanted.world_size == ranks > 1:
-        return wanted
+    They make no layout before the experts are counted: it names the nearest ones when they do not fit.
+    """
+    if text is None and wanted.world_size == topology.num_gpus:
+        return {axis: getattr(wanted, axis) for axis in DIM_AXES}
     degrees = {
         "dp_replicate": topology.zones,
         "ep": min(wanted.ep, topology.gpus_per_host),
@@ -285,6 +300,12 @@ def _dims(text: str | None, topology: Topology, wanted: ParallelDims) -> Paralle
             raise ConfigError(f"--dims: {name} must be at least 1, got {value}; leave it out for the recipe's")
         given.add(name)
         degrees[name] = int(value)
+    return degrees
+
+
+def _dims(degrees: dict[str, int], ranks: int) -> ParallelDims:
+    from gem_parallel import ParallelDims
+
     try:
         return ParallelDims.for_world(ranks, **degrees)
     except ValueError as error:

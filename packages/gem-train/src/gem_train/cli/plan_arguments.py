@@ -34,7 +34,9 @@ def add_plan(commands: "Commands[argparse.ArgumentParser]") -> None:
         metavar="AXIS=N,...",
         help="degrees of dp_replicate, ep and sparse_replicate; the others follow (default: one replica per zone)",
     )
-    explain.add_argument("--picture", metavar="FILE", help="draw the step to a .svg or .png file")
+    explain.add_argument(
+        "--picture", metavar="FILE", help="draw the step to a .svg or .png file; one of that name is replaced"
+    )
     explain.set_defaults(run=run_explain)
     sweep = _action(
         actions,
@@ -53,7 +55,12 @@ def _action(
     )
     parser.add_argument("recipe", metavar="RECIPE", help="name of a recipe; `gem recipes` lists them")
     parser.add_argument("--topology", metavar="FILE", help=".json or .toml file of gem_parallel.Topology")
-    parser.add_argument("--ranks", type=int, metavar="N", help="GPUs (default: those of the topology, or 8)")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="GPUs (default: those of the topology, or 8); more than the topology has are planned as more of its zones",
+    )
     parser.add_argument("--samples", type=int, metavar="N", help="samples of a step on one rank")
     parser.add_argument("--rates", metavar="FILE", help=".json file of measured rates (default: an H200's)")
     parser.add_argument("--placement", choices=("size", "cost"), help="how tables are placed (default: size)")
@@ -93,6 +100,8 @@ def _action(
         dest="assignments",
         help="change a field of the recipe",
     )
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="print the plan as JSON; docs/planning.md has the unit of each field"
+    )
     parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
     return parser

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
@@ -69,10 +70,11 @@ def curves(title: str, lines: Sequence[Curve], *, ylabel: str, levels: Sequence[
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(5.2, 3.3), layout="constrained")
         axes = figure.add_subplot()
+        low, high = _range(lines)
         for line in lines:
             style: dict[str, Any] = {"marker": "o", "markersize": 4} if line.marked else {"alpha": 0.55}
-            axes.plot(line.x, line.y, color=line.colour, linewidth=1.6, label=line.label, **style)
-        low, high = _range(lines)
+            label = line.label if low <= line.y[0] <= high else f"{line.label} (from {line.y[0]:.3g})"
+            axes.plot(line.x, line.y, color=line.colour, linewidth=1.6, label=label, **style)
         shown = [each for each in levels if low - 0.5 * (high - low) <= each.y <= high + 0.3 * (high - low)]
         for level in shown:
             # Two may lie close together: the lower one's label hangs below its line.
@@ -89,13 +91,15 @@ def curves(title: str, lines: Sequence[Curve], *, ylabel: str, levels: Sequence[
         axes.set_xlabel("samples trained")
         axes.set_ylabel(ylabel)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: si(x)))
-        if len(lines) > 1:
+        if len(lines) > 1 or not low <= lines[0].y[0] <= high:
             axes.legend(fontsize=9)
         return _svg(figure, alt)
 
 
 def calibration(title: str, points: Sequence[dict[str, float]], *, alt: str) -> str:
-    """Mean label against mean prediction, on log axes when labels are rare, with 95 % intervals, above the counts.
+    """Mean label against mean prediction with 95 % intervals, above the counts.
+
+    An axis is logarithmic when labels are rare and its values far apart.
 
     Args:
         title: Of the plot.
@@ -111,9 +115,14 @@ def calibration(title: str, points: Sequence[dict[str, float]], *, alt: str) -> 
         predictions = [p["prediction"] for p in points]
         intervals = [wilson(p["label"] * p["count"], p["count"]) for p in points]
         labels = [p["label"] for p in points]
-        shown = [v for v in (*predictions, *labels) if v > 0] + [h for _, h in intervals]
-        low, high = min(shown) / 1.3, min(1.0, max(shown) * 1.15)
-        top.plot([low, high], [low, high], color="#777777", linewidth=1.0, linestyle=(0, (4, 3)), label="calibrated")
+        # Rare labels lie near zero, where a linear axis shows one point.
+        rare = sorted(predictions)[len(predictions) // 2] < 0.05
+        # Of each axis for itself: the intervals may be many times as wide as all the predictions.
+        left, right = _scale(top, "x", predictions, rare)
+        ends = [end for label, interval in zip(labels, intervals, strict=True) for end in interval[label == 0 :]]
+        _scale(top, "y", [*predictions, *labels, *ends], rare)
+        line = [left + share * (right - left) / 100 for share in range(101)]  # bent where one axis is logarithmic
+        top.plot(line, line, color="#777777", linewidth=1.0, linestyle=(0, (4, 3)), label="calibrated")
         errors = [
             [max(0.0, y - lo) for y, (lo, _) in zip(labels, intervals, strict=True)],
             [max(0.0, hi - y) for y, (_, hi) in zip(labels, intervals, strict=True)],
@@ -121,24 +130,11 @@ def calibration(title: str, points: Sequence[dict[str, float]], *, alt: str) -> 
         top.errorbar(
             predictions, labels, yerr=errors, fmt="o", markersize=4, color=COLOURS[0], elinewidth=1.0, label="observed"
         )
-        # Rare labels lie near zero, where a linear axis shows one point.
-        if sorted(predictions)[len(predictions) // 2] < 0.05:
-            top.set_xscale("log")
-            top.set_yscale("log")
-            # Labels of all the ticks of a part of a decade would lie on each other.
-            for axis in (top.xaxis, top.yaxis):
-                axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 30 * low else (1.0,)))
-                axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-                axis.set_minor_formatter(NullFormatter())
-            widths: Any = [0.08 * p for p in predictions]
-        else:
-            low = 0.0 if low < 0.1 else low
-            widths = 0.012 * (high - low)
-        top.set_xlim(low, high)
-        top.set_ylim(low, high)
+        logarithmic = top.get_xscale() == "log"
+        widths: Any = [0.08 * p for p in predictions] if logarithmic else 0.012 * (right - left)
         top.set_ylabel("mean label")
         top.set_title(title, loc="left", fontsize=11, fontweight="bold")
-        top.legend(fontsize=9, loc="upper left")
+        figure.legend(fontsize=9, loc="outside lower center", ncols=2)
         bottom.bar(predictions, [p["count"] for p in points], width=widths, color=COLOURS[0])
         bottom.set_ylabel("samples")
         bottom.set_xlabel("mean prediction")
@@ -180,10 +176,31 @@ def si(value: float, unit: str = "") -> str:
 
 
 def _range(lines: Sequence[Curve]) -> tuple[float, float]:
-    """Of the values, without the first tenth of plain curves: the start of training dwarfs the rest."""
+    """Of the values; without the first tenth of plain curves where the start of training dwarfs the rest."""
     values = [y for line in lines for y in (line.y if line.marked else line.y[len(line.y) // 10 :])]
     low, high = min(values), max(values)
+    whole = [y for line in lines for y in line.y]
+    if max(whole) - min(whole) <= 2.5 * (high - low):
+        low, high = min(whole), max(whole)
     return (low, high) if high > low else (low - 0.05 * abs(low) - 1e-6, high + 0.05 * abs(high) + 1e-6)
+
+
+def _scale(axes: Axes, name: str, values: Sequence[float], rare: bool) -> tuple[float, float]:
+    """Gives the x or y axis the range of rates, logarithmic where they are rare and far apart."""
+    low, high = min((v for v in values if v > 0), default=0.0), max(values)
+    if rare and high > 5 * low > 0:
+        low, high = low / 1.3, min(1.0, high * 1.3)
+        axes.set(**{f"{name}scale": "log"})
+        axis = axes.xaxis if name == "x" else axes.yaxis
+        # Labels of all the ticks of a part of a decade would lie on each other.
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 50 * low else (1.0,)))
+        axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        axis.set_minor_formatter(NullFormatter())
+    else:
+        margin = max(0.05 * (high - min(values)), 0.01 * high, 1e-6)
+        low, high = max(0.0, min(values) - margin), min(1.0, high + margin)
+    axes.set(**{f"{name}lim": (low, high)})
+    return low, high
 
 
 def _svg(figure: Figure, alt: str) -> str:

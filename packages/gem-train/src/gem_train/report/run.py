@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 from dataclasses import dataclass
@@ -108,6 +109,16 @@ class Run:
         """Steps done."""
         lines = ([self.end] if self.end else []) + list(self.train[-1:])
         return next((int(line["step"]) for line in lines if line.get("step") is not None), None)
+
+    @property
+    def windows(self) -> tuple[Line, ...]:
+        """The train lines over as many steps as most; a mean over fewer, as at a run's end, is noise beside them."""
+        steps = [int(line["step"]) for line in self.train if line.get("step") is not None]
+        if len(steps) < len(self.train):
+            return self.train
+        lengths = [step - before for before, step in itertools.pairwise([0, *steps])]
+        usual = statistics.median_high(lengths) if lengths else 0
+        return tuple(line for line, length in zip(self.train, lengths, strict=True) if length >= usual)
 
     def account(self) -> Account:
         """Sums over the logging intervals."""

@@ -165,7 +165,7 @@ def learning(runs: Sequence[Run]) -> Raw:
     losses: list[Curve] = []
     for k, run in enumerate(runs):
         prefix = f"{run.name} " if several else ""
-        losses += _curve(f"{prefix}training", run.train, ("loss",), COLOURS[k % 6], marked=False)
+        losses += _curve(f"{prefix}training", run.windows, ("loss",), COLOURS[k % 6], marked=False)
         if not several:
             losses += _curve("validation", run.evaluations["validation"], ("loss",), COLOURS[1], marked=True)
     if losses:
@@ -176,7 +176,7 @@ def learning(runs: Sequence[Run]) -> Raw:
             prefix = f"{run.name} " if several else ""
             path = ("tasks", task, metric)
             if not several:
-                lines += _curve("training windows", run.train, path, COLOURS[0], marked=False)
+                lines += _curve("training windows", run.windows, path, COLOURS[0], marked=False)
             colour = COLOURS[k % 6] if several else COLOURS[1]
             lines += _curve(f"{prefix}validation", run.evaluations["validation"], path, colour, marked=True)
             if not several:
@@ -191,7 +191,9 @@ def learning(runs: Sequence[Run]) -> Raw:
             )
     if not plots:
         return Raw("")
-    return Raw(f"<h2>Learning</h2><div class=plots>{''.join(plots)}</div>")
+    left_out = any(len(run.windows) < len(run.train) for run in runs)
+    note = "<p>Windows of fewer steps than most, as the last one may be, are left out.</p>" if left_out else ""
+    return Raw(f"<h2>Learning</h2>{note}<div class=plots>{''.join(plots)}</div>")
 
 
 def calibration(run: Run) -> Raw:
@@ -209,7 +211,8 @@ def calibration(run: Run) -> Raw:
         return Raw("")
     return Raw(
         f"<h2>Calibration</h2><p>Samples in order of their prediction, in groups of equal size. Bars are 95 % "
-        f"intervals of the observed rate.</p><div class=plots>{''.join(plots)}</div>"
+        f"intervals of the observed rate. Label and prediction are equal on the dashed "
+        f"line, and each has its own scale.</p><div class=plots>{''.join(plots)}</div>"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from bisect import bisect_left
@@ -110,15 +111,14 @@ class Hardware:
                 f"Hardware.load: {path} must hold a JSON object with a field for each rate, got a "
                 f"{_JSON[type(values)]}; begin with a copy of {Path(__file__).with_name('nvidia-h200.json')}"
             )
-        for rule, got, names in (
-            ("hold", "none", expected - set(values)),
-            ("not hold", "them", set(values) - expected),
-        ):
-            if names:
-                raise ValueError(
-                    f"Hardware.load: {path} must {rule} {', '.join(sorted(names))}, got {got}; the fields are "
-                    f"{', '.join(sorted(expected))}"
-                )
+        missing, unknown = sorted(expected - set(values)), sorted(set(values) - expected)
+        if missing or unknown:
+            got = [f"unknown {', '.join(_with_nearest(name, missing) for name in unknown)}"] if unknown else []
+            got += [f"none of {', '.join(missing)}"] if missing else []
+            raise ValueError(
+                f"Hardware.load: {path} must hold the fields {', '.join(sorted(expected))}, got {' and '.join(got)}; "
+                "add what is missing, correct or drop the others"
+            )
         try:
             by_width: dict[str, Any] = {
                 name: tuple(
@@ -141,6 +141,12 @@ class Hardware:
                     "rate per width"
                 )
         return cls(name=str(values["name"]), **by_width, **rates)
+
+
+def _with_nearest(name: str, missing: list[str]) -> str:
+    """An unknown name, and the missing one that it may stand for."""
+    near = difflib.get_close_matches(name, missing, 1)
+    return name + (f" (did you mean {near[0]}?)" if near else "")
 
 
 def _rate_at(rates: tuple[tuple[int, Rate], ...], width: int) -> float:
