@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -70,6 +71,11 @@ class Run(NamedTuple):
     """Run whose checkpoint it goes on from."""
 
 
+def checkpoints(directory: Path, name: str, world: World | None = None) -> Checkpointer:
+    """Those of a run."""
+    return Checkpointer(directory / name / "checkpoints", world=world)
+
+
 def work(rank: int, run: Run, log: EventLog, directory: Path) -> None:
     """One process of a run; writes its losses and a checkpoint."""
     torch.set_num_threads(1)
@@ -93,7 +99,7 @@ def work(rank: int, run: Run, log: EventLog, directory: Path) -> None:
         world=world,
         clip=parts.clip,
         balancer=parts.balancer,
-        checkpointer=Checkpointer(directory / (run.begun_by or run.name) / "checkpoints", world=world),
+        checkpointer=checkpoints(directory, run.name, world),
     )
     if run.begun_by is not None:
         trainer.resume(run.steps // 2)
@@ -109,6 +115,9 @@ def start(run: Run, log: EventLog, directory: Path) -> dict[int, float]:
     """Runs all processes of a run and returns its curve, step -> loss."""
     # Forked: the modules are loaded once, and the data is read once.
     context: Any = multiprocessing.get_context("fork")
+    if run.begun_by is not None:  # in a directory of its own: the other run has gone on, too, and keeps what it saved
+        begun, own = (checkpoints(directory, name).path(run.steps // 2) for name in (run.begun_by, run.name))
+        shutil.copytree(begun, own)
     began = time.monotonic()
     workers = [context.Process(target=work, args=(rank, run, log, directory)) for rank in range(run.processes)]
     for worker in workers:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gem_train import rng
 from gem_train.checkpoint import Checkpointer
-from gem_train.errors import CheckpointError
+from gem_train.errors import CheckpointError, ConfigError
 
 
 def make_tensors(seed: int = 0) -> dict[str, Tensor]:
@@ -250,9 +250,32 @@ def test_a_run_does_not_go_on_past_a_checkpoint_without_a_manifest(tmp_path: Pat
     assert checkpointer.latest() == 1
 
 
-def test_keep_last_is_checked(tmp_path: Path) -> None:
+def test_whole_numbers_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`keep_last` must be >= 1, got 0"):
         Checkpointer(tmp_path, keep_last=0)
+    with pytest.raises(TypeError, match=r"`keep_last` must be a whole number, got 1\.5"):
+        Checkpointer(tmp_path, keep_last=1.5)  # type: ignore[arg-type]
+    for step in (None, "8"):
+        with pytest.raises(TypeError, match=rf"`step` must be a whole number, got {step!r}; there are"):
+            Checkpointer(tmp_path).verify(step)  # type: ignore[arg-type]
+
+
+def test_a_directory_is_made_ready_or_refused(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path / "deep" / "checkpoints")
+    checkpointer.prepare(after=None)
+    assert list(checkpointer.directory.iterdir()) == []
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "checkpoints"):
+        with pytest.raises(ConfigError, match=rf"`directory` must be one to write in, got {place} \("):
+            Checkpointer(place).prepare(after=None)
+    for step in (2, 4):
+        checkpointer.save(step, make_tensors(), {})
+    (checkpointer.path(4) / "manifest.json").unlink()
+    checkpointer.prepare(after=4)
+    with pytest.raises(ConfigError, match=r"no checkpoints of another run, got .* with those of steps \[2, 4\]; go on"):
+        checkpointer.prepare(after=None)
+    with pytest.raises(ConfigError, match=r"no checkpoints later than step 2, .* with those of steps \[4\]; resume"):
+        checkpointer.prepare(after=2)
 
 
 def test_random_state_survives_a_checkpoint(tmp_path: Path) -> None:

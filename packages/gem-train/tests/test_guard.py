@@ -64,7 +64,7 @@ def test_a_nan_stops_the_run_before_the_update(events: EventLog, tmp_path: Path,
         events, dataclasses.replace(config, decay="constant"), model=lambda n: Poisoned(ToyModel(n), 5, what),
         checkpointer=Checkpointer(tmp_path),
     )  # fmt: skip
-    with pytest.raises(NonFiniteError, match=rf"^step 5: .*{named}"):
+    with pytest.raises(NonFiniteError, match=rf"^step 6: .*{named}"):
         trainer.run()
     assert Checkpointer(tmp_path).steps() == (2, 4)
     dense = {k: v for k, v in weights(trainer).items() if k.startswith("model.")}
@@ -82,7 +82,7 @@ def test_guard_zeroes_the_rows_gradient_it_refuses() -> None:
     (rows * torch.tensor([[1.0, math.nan]])).sum().backward()
     assert torch.equal(source.grad, torch.zeros(3, 2))
     guard.arm()
-    with pytest.raises(NonFiniteError, match="step 4: the gradient of the looked-up rows of feature item is NaN"):
+    with pytest.raises(NonFiniteError, match="step 5: the gradient of the looked-up rows of feature item is NaN"):
         guard.check(4)
 
 
@@ -117,7 +117,7 @@ def test_guard_on_a_gpu_skips_at_once_and_reports_one_step_later() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert_same(model.state_dict(), before)
-    with pytest.raises(NonFiniteError, match=r"^step 0: the gradient of parameter weight is NaN or infinite"):
+    with pytest.raises(NonFiniteError, match=r"^step 1: the gradient of parameter weight is NaN or infinite"):
         guard.check(1)
 
 

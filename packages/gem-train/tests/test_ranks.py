@@ -176,7 +176,7 @@ def test_what_one_rank_refuses_ends_all_before_a_run_is_made(outcome: Outcome) -
     assert [end[:2] for end in ends] == [[2, 2], [2, 2]]
     assert max(seconds for *_, seconds in ends) < 60
     said = (outcome.folder / "said.txt").read_text()
-    assert "gem: error: rank 1: Trainer: `total_steps` must be >= 1 and `tasks` not empty, got " in said
+    assert "gem: error: rank 1: Trainer: `tasks` must be names, at least one, each once, got ()" in said
     assert not (outcome.folder / "refused").exists()
 
 

@@ -286,9 +286,25 @@ def test_run_directory_guards_what_is_there(tmp_path: Path) -> None:
     run.check(resume=True, overwrite=False)
     (run.path / "notes.txt").write_text("mine")
     (run.checkpoints / "step-00000001").mkdir(parents=True)
+    (run.checkpoints / ".tmp-step-00000002").mkdir()
+    (run.path / "tensorboard").mkdir()
+    (run.path / "tensorboard" / "events.out.tfevents.1").touch()
     run.check(resume=False, overwrite=True)
     run.clear()
     assert [path.name for path in run.path.iterdir()] == ["notes.txt"]
+
+
+def test_clearing_leaves_what_no_run_wrote(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.write(RECORD)
+    mine = [tmp_path / name for name in ("checkpoints/notes.txt", "checkpoints/kept/x", "tensorboard/notes.txt")]
+    for path in mine:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    (run.checkpoints / "step-00000001").mkdir()
+    run.clear()
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == sorted(mine)
+    assert not (run.checkpoints / "step-00000001").exists()
 
 
 def test_one_process_at_a_time_holds_a_run_directory(tmp_path: Path) -> None:
@@ -312,6 +328,16 @@ def test_a_damaged_record_is_an_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"config\.json is"):
         RunDirectory(tmp_path).read()
+
+
+@pytest.mark.parametrize(("name", "value"), [("settings", "x"), ("assignments", None), ("recipe", 3)])
+def test_a_record_of_another_type_is_named(tmp_path: Path, name: str, value: object) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.write(RECORD)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    with pytest.raises(ConfigError, match=rf"config\.json is damaged \(.*`{name}` must be .*, got {value!r}"):
+        directory.read()
 
 
 @dataclass(frozen=True)

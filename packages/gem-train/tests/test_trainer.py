@@ -18,6 +18,7 @@ from trainer_toys import CONFIG, ToyModel, ToyTables, assert_same, make_trainer,
 from gem_train.checkpoint import Checkpointer
 from gem_train.data import EventLog, EventSource
 from gem_train.errors import CheckpointError, ConfigError
+from gem_train.evaluation import Evaluation
 from gem_train.metrics_log import read_metrics
 from gem_train.optimizer import optimizer_tensors
 from gem_train.run_log import RunLog
@@ -128,6 +129,175 @@ def test_resume_refuses_another_model(events: EventLog, tmp_path: Path) -> None:
     ):
         other.resume(2)
     assert_same(weights(other), before)
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """What a model says of itself."""
+
+    tasks: tuple[str, ...] = ("click", "buy")
+    features: tuple[str, ...] = ("item", "user")
+    activation: str = "relu"
+    dropout: float = 0.1
+
+
+def describing(config: Described) -> Callable[[int], ToyModel]:
+    def make(num_dense: int) -> ToyModel:
+        model = ToyModel(num_dense)
+        model.config = config
+        return model
+
+    return make
+
+
+SHORT = dataclasses.replace(CONFIG, max_steps=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tasks": ("buy", "click")}, r"model\.tasks: checkpoint \['click', 'buy'\], this run \['buy', 'click'\]"),
+        (
+            {"features": ("user", "item")},
+            r"model\.features: checkpoint \['item', .*, this run \['user', 'item'\]",
+        ),
+        ({"activation": "gelu"}, r"model\.activation: checkpoint 'relu', this run 'gelu'"),
+    ],
+    ids=["tasks", "features", "activation"],
+)
+def test_a_model_of_equal_shapes_and_another_meaning_is_refused(
+    events: EventLog, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    make_trainer(events, SHORT, model=describing(Described()), checkpointer=Checkpointer(tmp_path)).run()
+    other = make_trainer(events, SHORT, model=describing(Described(**change)), checkpointer=Checkpointer(tmp_path))
+    before = weights(other)
+    for load in (other.resume, other.load_weights):
+        with pytest.raises(CheckpointError, match=f"is of another model or configuration: {message}. Use"):
+            load(2)
+    assert_same(weights(other), before)
+    assert other.step == 0
+
+
+def test_weights_load_under_another_dropout_and_from_checkpoints_that_do_not_describe_their_model(
+    events: EventLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_trainer(events, SHORT, model=describing(Described()), checkpointer=Checkpointer(tmp_path / "new"))
+    first.run()
+    other = describing(Described(dropout=0.5))
+    again = make_trainer(events, SHORT, model=other, checkpointer=Checkpointer(tmp_path / "new"))
+    with pytest.raises(CheckpointError, match=r"model\.dropout: checkpoint 0\.1, this run 0\.5"):
+        again.resume(2)
+    again.load_weights(2)
+    assert_same(weights(again), weights(first))
+    old = make_trainer(events, SHORT, checkpointer=Checkpointer(tmp_path / "old"))
+    state = old._state
+    later = ("description", "global_batch_size")
+    monkeypatch.setattr(old, "_state", lambda: {k: v for k, v in state().items() if k not in later})
+    old.run()
+    again = make_trainer(events, SHORT, model=other, checkpointer=Checkpointer(tmp_path / "old"))
+    again.resume(2)
+    assert_same(weights(again), weights(old))
+
+
+def test_resume_refuses_another_batch_size(events: EventLog, tmp_path: Path) -> None:
+    """Steps are counted in batches: fewer larger ones would end before the data does, or after it."""
+    make_trainer(events, SHORT, checkpointer=Checkpointer(tmp_path)).run()
+    for size in (128, 2048):
+        source = EventSource(events, "train", global_batch_size=size, seed=1, epochs=2)
+        other = make_trainer(events, train_source=source, checkpointer=Checkpointer(tmp_path))
+        with pytest.raises(
+            CheckpointError, match=f"step-00000002 is of a run with `global_batch_size` 64, got a source with {size}; "
+        ):
+            other.resume(2)
+
+
+def test_the_checkpoints_of_another_run_are_refused_before_training(events: EventLog, tmp_path: Path) -> None:
+    make_trainer(events, SHORT, checkpointer=Checkpointer(tmp_path)).run()
+    other = make_trainer(events, SHORT, checkpointer=Checkpointer(tmp_path, keep_last=1))
+    with pytest.raises(ConfigError, match=r"`directory` must hold no checkpoints of another run, .* \[2\]; go on"):
+        other.run()
+    assert other.step == 0
+    other.step = 2
+    with pytest.raises(CheckpointError, match=r"step-00000002 exists already"):
+        other.save()
+    longer = dataclasses.replace(CONFIG, max_steps=4)
+    for load in ("resume", "load_weights"):
+        again = make_trainer(events, longer, checkpointer=Checkpointer(tmp_path))
+        getattr(again, load)(2)
+        if load == "resume":
+            again.run()
+            assert Checkpointer(tmp_path).steps() == (2, 4)
+            assert again.run().step == 4  # of its own checkpoints it thinks nothing
+        else:
+            with pytest.raises(ConfigError, match=r"no checkpoints later than step 2, .* of steps \[4\]; resume the"):
+                again.run()
+
+
+def test_a_place_that_takes_no_checkpoint_is_refused_before_training(events: EventLog, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    trainer = make_trainer(events, SHORT, checkpointer=Checkpointer(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"Checkpointer: `directory` must be one to write in, got .*file \("):
+        trainer.run()
+    assert trainer.step == 0
+
+
+def test_the_records_of_another_run_are_refused(tmp_path: Path, open_log: OpenLog) -> None:
+    open_log(tmp_path).write("train", {"step": 1})
+    with pytest.raises(ConfigError, match=r"RunLog: `run_dir` must hold no records .* got .*metrics\.jsonl; pass"):
+        open_log(tmp_path)
+    open_log(tmp_path, resume_step=1)
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"total_steps": 2.5}, TypeError, r"`total_steps` must be a whole number, got 2\.5"),
+        ({"total_steps": 0}, ValueError, r"`total_steps` must be >= 1, got 0"),
+        ({"sparse_learning_rate": -1.0}, ValueError, r"`sparse_learning_rate` must be a finite number >= 0, got -1\.0"),
+        (
+            {"sparse_learning_rate": math.nan},
+            ValueError,
+            r"`sparse_learning_rate` must be a finite number >= 0, got nan",
+        ),
+        ({"eval_sources": {"valid": None}}, TypeError, r"`eval_sources` must be functions .*, got None for 'valid'"),
+        ({"tasks": ("clik", "buy")}, ValueError, r"tasks of the model, \('click', 'buy'\), got \('clik', 'buy'\)"),
+        ({"tasks": "click"}, ValueError, r"`tasks` must be names, .*, got 'click'"),
+        ({"tasks": ()}, ValueError, r"`tasks` must be names, at least one, each once, got \(\)"),
+        ({"tasks": ("buy", "buy")}, ValueError, r"`tasks` must be names, .* each once, got \('buy', 'buy'\)"),
+    ],
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else "",
+)
+def test_arguments_are_refused_by_name(
+    events: EventLog, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    whole = make_trainer(events, model=describing(Described()))
+    given: dict[str, Any] = {"sparse_learning_rate": 1.0, "total_steps": 2, "tasks": ("click",)}
+    with pytest.raises(error, match=f"^Trainer: .*{message}; "):
+        Trainer(
+            CONFIG, model=whole.model, embeddings=whole.embeddings,
+            train_source=EventSource(events, global_batch_size=64), **given | arguments,
+        )  # fmt: skip
+
+
+def test_the_first_of_tasks_stands_for_a_split(
+    events: EventLog, tmp_path: Path, open_log: OpenLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the first that the model gives."""
+    scores = {task: {"ne": ne, "auc": 0.5, "calibration": 1.0} for task, ne in (("buy", 0.9), ("click", 0.8))}
+    monkeypatch.setattr("gem_train.trainer.evaluate", lambda *_: Evaluation(10, 0.7, scores))
+    trainer = make_trainer(events)
+    trainer._log = open_log(tmp_path)
+    result = trainer.evaluate("test")
+    assert (result.ne, list(result.tasks), read_metrics(tmp_path)[-1]["ne"]) == (0.8, ["click", "buy"], 0.8)
+    with pytest.raises(ValueError, match=r"`split` must be one of \['validation', 'test'\], got 'tset'"):
+        trainer.evaluate("tset")
+
+
+def test_tasks_that_the_model_turns_out_not_to_have_are_named(events: EventLog) -> None:
+    trainer = make_trainer(events, tasks=("clik",))
+    with pytest.raises(ValueError, match=r"`tasks` must be outputs of the model .*, \['click'\], got \['clik'\]; name"):
+        trainer.run()
 
 
 def test_intervals_of_what_is_not_there_are_refused(events: EventLog, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def make_trainer(events: EventLog, config: TrainerConfig = CONFIG, **arguments: 
         sparse_learning_rate=20.0,
         train_source=arguments.pop("train_source", source),
         total_steps=source.num_batches,
-        tasks=("click",),
+        tasks=arguments.pop("tasks", ("click",)),
         eval_sources={
             split: lambda split=split: EventSource(events, split, global_batch_size=100)
             for split in ("validation", "test")

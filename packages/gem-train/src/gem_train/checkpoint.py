@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
+from gem_train.checks import check_whole
 from gem_train.errors import CheckpointError, ConfigError
 from gem_train.replicas import find_differing_copies
 from gem_train.world import World
 
-__all__ = ["Checkpointer"]
+__all__ = ["Checkpointer", "refuse_other"]
 
 FORMAT_VERSION = 1
 _PUBLISHED = re.compile(r"step-(\d{8,})")
@@ -43,7 +44,7 @@ class Checkpointer:
     """Saves, finds, verifies and loads the checkpoints of one run."""
 
     def __init__(self, directory: str | os.PathLike[str], *, world: World | None = None, keep_last: int = 2) -> None:
-        """Points at a directory, which is created by the first save.
+        """Points at a directory, which `prepare` or the first save creates.
 
         Args:
             directory: Where the checkpoints of one run lie, on storage that all ranks see.
@@ -51,10 +52,10 @@ class Checkpointer:
             keep_last: Published checkpoints kept.
 
         Raises:
-            ValueError: if `keep_last` < 1.
+            TypeError: if `keep_last` is no whole number.
+            ValueError: if it is < 1.
         """
-        if keep_last < 1:
-            raise ValueError(f"Checkpointer: `keep_last` must be >= 1, got {keep_last}; the newest one is always kept")
+        check_whole("Checkpointer", "keep_last", keep_last, minimum=1, remedy="the newest one is always kept")
         self.directory = Path(directory)
         self._world = world or World()
         self._keep_last = keep_last
@@ -92,7 +93,52 @@ class Checkpointer:
 
     def path(self, step: int) -> Path:
         """Directory of a step's checkpoint."""
+        check_whole("Checkpointer", "step", step, minimum=0, remedy=f"there are checkpoints of {list(self.steps())}")
         return self.directory / f"step-{step:08d}"
+
+    def prepare(self, *, after: int | None) -> None:
+        """Makes the directory, and refuses one that cannot take the checkpoints of a run. All ranks call it.
+
+        Args:
+            after: Step of the checkpoint here that the run goes on from; None for a run that begins.
+
+        Raises:
+            ConfigError: if nothing can be written there, or it holds checkpoints of another run, or later ones.
+        """
+        self._world.on_first(lambda: self._prepare(after))
+
+    def _prepare(self, after: int | None) -> None:
+        probe = self.directory / f"{_TEMPORARY}probe"
+        try:
+            probe.mkdir(parents=True, exist_ok=True)
+            (probe / "byte").write_bytes(b"0")
+            shutil.rmtree(probe)
+        except OSError as error:
+            raise ConfigError(
+                f"Checkpointer: `directory` must be one to write in, got {self.directory} ({error.strerror}); change "
+                "its permissions, or name another"
+            ) from error
+        # Those that lost their manifest, too: a step that has a directory cannot be saved.
+        matches = (_PUBLISHED.fullmatch(path.name) for path in self.directory.iterdir())
+        steps = sorted(int(match[1]) for match in matches if match)
+        others = steps if after is None else [step for step in steps if step > after]
+        if others and after is None:
+            raise ConfigError(
+                f"Checkpointer: `directory` must hold no checkpoints of another run, got {self.directory} with those "
+                f"of steps {others}; go on from one with Trainer.resume, or name another directory"
+            )
+        if others:
+            raise ConfigError(
+                f"Checkpointer: `directory` must hold no checkpoints later than step {after}, from which this run goes "
+                f"on, got {self.directory} with those of steps {others}; resume the latest, or copy that of step "
+                f"{after} to another directory and resume there"
+            )
+
+    def clear(self) -> None:
+        """Removes the checkpoints and what saves that did not end have left, and nothing else."""
+        for path in self.directory.iterdir() if self.directory.is_dir() else ():
+            if path.is_dir() and (path.name.startswith(_TEMPORARY) or _PUBLISHED.fullmatch(path.name)):
+                shutil.rmtree(path)
 
     def save(
         self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *, protect: Collection[int] = ()
@@ -162,6 +208,7 @@ class Checkpointer:
         *,
         only: tuple[str, ...] = (),
         optional: tuple[str, ...] = (),
+        check: Callable[[dict[str, Any]], object] = lambda state: None,
     ) -> dict[str, Any]:
         """Copies a checkpoint into the given tensors. All ranks call it.
 
@@ -170,6 +217,7 @@ class Checkpointer:
             tensors: Name -> tensor or DTensor to fill; its sharding may differ from the one saved.
             only: Prefixes of the names to read; the rest of the checkpoint is left alone. Empty reads all of it.
             optional: Prefixes of names that may be on one side alone (state of ranks that do not exist here).
+            check: Given the saved state before anything is copied; raises if it is not of this run.
 
         Returns:
             The state that was saved with it.
@@ -179,6 +227,8 @@ class Checkpointer:
         """
         path = self.path(step)
         manifest = self.verify(step)
+        state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        self._world.on_all(lambda: check(state))
         ours = _merge(self._world.gather({name: _describe(tensor) for name, tensor in tensors.items()}))
         saved = {name: entry for name, entry in manifest["tensors"].items() if not only or name.startswith(only)}
         _compare(saved, ours, path, optional)
@@ -191,7 +241,6 @@ class Checkpointer:
                 process_group=self._world.control,
                 no_dist=self._world.control is None,
             )
-        state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
         return state
 
     def verify(self, step: int) -> dict[str, Any]:
@@ -294,6 +343,19 @@ def _compare(
         if theirs == mine or (optional and name.startswith(optional) and (theirs is None or mine is None)):
             continue
         differences.append(f"{name}: checkpoint {_entry(theirs)}, this run {_entry(mine)}")
+    refuse_other(path, differences)
+
+
+def refuse_other(path: Path, differences: Sequence[str]) -> None:
+    """Refuses a checkpoint that differs from this run.
+
+    Args:
+        path: Of the checkpoint.
+        differences: One phrase for each; none refuses nothing.
+
+    Raises:
+        CheckpointError: listing them.
+    """
     if differences:
         more = f"; and {len(differences) - _LISTED} more" if len(differences) > _LISTED else ""
         raise CheckpointError(

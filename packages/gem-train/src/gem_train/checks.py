@@ -1,22 +1,23 @@
-"""What is true of every field of a settings class: the type that it is annotated with, and finite numbers."""
+"""What is true of every field of a settings class, its annotated type and finite numbers; and of whole numbers."""
 
 import dataclasses
 import math
 import re
 import types
 import typing
+from numbers import Integral
 from typing import Any
 
 from gem_train.errors import ConfigError
 
-__all__ = ["check_fields", "default_of", "kind_of", "without_default"]
+__all__ = ["check_fields", "check_whole", "default_of", "kind_of", "without_default"]
 
 
 def check_fields(config: Any) -> None:
     """Refuses fields of another type than their annotation, and numbers that are not finite.
 
     Args:
-        config: A dataclass instance whose fields are int, float, bool, str or a Literal, or one of them or None.
+        config: A dataclass instance whose fields are int, float, bool, str, dict or a Literal, or one of them or None.
 
     Raises:
         TypeError: naming the field, the type and the value.
@@ -34,6 +35,26 @@ def check_fields(config: Any) -> None:
             raise ConfigError(
                 f"{owner}: `{name}` must be {kind_of(annotation)}, got {value!r}; {default_of(config, name)}"
             )
+
+
+def check_whole(owner: str, name: str, value: object, *, minimum: int, remedy: str) -> None:
+    """Refuses an argument that is no whole number, or too small.
+
+    Args:
+        owner: Of the argument.
+        name: Its name.
+        value: What was given.
+        minimum: The least that it may be.
+        remedy: What the error ends with.
+
+    Raises:
+        TypeError: if it is no whole number.
+        ValueError: if it is below `minimum`.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{owner}: `{name}` must be a whole number, got {value!r}; {remedy}")
+    if int(value) < minimum:
+        raise ValueError(f"{owner}: `{name}` must be >= {minimum}, got {value!r}; {remedy}")
 
 
 def default_of(config: Any, name: str) -> str:
@@ -73,6 +94,8 @@ def kind_of(annotation: Any) -> str:
         if len(of) == 2 and of[1] is Ellipsis:
             return f"values separated by commas, each {kind_of(of[0])}"
         return f"{len(of)} values separated by commas"
+    if typing.get_origin(annotation) is dict:
+        return "values by name"
     words_of = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text"}
     return "none" if annotation is types.NoneType else words_of.get(annotation, str(annotation))
 
@@ -87,4 +110,4 @@ def _is_a(value: object, annotation: Any) -> bool:
         return any(value == choice and type(value) is type(choice) for choice in typing.get_args(annotation))
     if annotation in (int, float):
         return isinstance(value, (int, annotation)) and not isinstance(value, bool)
-    return isinstance(value, annotation)
+    return isinstance(value, typing.get_origin(annotation) or annotation)

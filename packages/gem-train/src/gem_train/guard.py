@@ -82,7 +82,7 @@ class GradientGuard:
         """Raises if something was not finite.
 
         Args:
-            step: Index of the step, for the message.
+            step: Index of the step from 0; the message counts from 1, as progress and records do.
             wait: Wait for the device, so that the answer covers the latest step.
 
         Raises:
@@ -117,7 +117,7 @@ class GradientGuard:
     def _raise_if_bad(bad: int, names: list[str], step: int) -> None:
         if bad >= 0:
             raise NonFiniteError(
-                f"step {step}: {names[bad]} is NaN or infinite; the step was not applied and nothing was saved. "
+                f"step {step + 1}: {names[bad]} is NaN or infinite; the step was not applied and nothing was saved. "
                 "Lower the learning rate, or look at the data of this step"
             )
 

@@ -3,19 +3,20 @@
 import fcntl
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gem_train.checks import check_fields
 from gem_train.errors import ConfigError
 
 __all__ = ["CHANGEABLE", "RunDirectory", "RunRecord", "Setting", "differing"]
 
 FORMAT_VERSION = 1
-_OWN = ("checkpoints", "tensorboard", "config.json", "metrics.jsonl", "report.html")
+_OWN = ("tensorboard/events.out.tfevents.*", "config.json", "metrics.jsonl", "report.html")
+"""Files of a run beside its checkpoints."""
 
 CHANGEABLE = frozenset(
     {
@@ -149,12 +150,15 @@ class RunDirectory:
 
     def clear(self) -> None:
         """Removes what a run wrote here, and nothing else."""
-        for name in _OWN:
-            path = self.path / name
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+        from gem_train.checkpoint import Checkpointer  # imports torch, which nothing else here needs
+
+        Checkpointer(self.checkpoints).clear()
+        for pattern in _OWN:
+            for path in self.path.glob(pattern):
+                path.unlink()
+        for directory in (self.checkpoints, self.path / "tensorboard"):
+            with suppress(OSError):  # it holds something of the user's, or there is none
+                directory.rmdir()
 
     def write(self, record: RunRecord) -> None:
         """Writes config.json in one step.
@@ -181,9 +185,11 @@ class RunDirectory:
             values = json.loads(path.read_text(encoding="utf-8"))
             if values.pop("format") != FORMAT_VERSION:
                 raise ConfigError(f"{path} is of another format; use the version of gem-train that wrote it")
-            return RunRecord(**values)
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            record = RunRecord(**values)
+            check_fields(record)
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path} is damaged ({error}); name another run") from error
+        return record
 
     def compare_encodings(self, record: RunRecord, encodings: Mapping[str, str], data: str | None) -> str | None:
         """Refuses data whose values would reach other embedding rows, or other dense values, than in training.

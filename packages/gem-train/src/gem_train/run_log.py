@@ -7,7 +7,8 @@ from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from gem_train.metrics_log import MetricsLog
+from gem_train.errors import ConfigError
+from gem_train.metrics_log import FILE_NAME, MetricsLog
 
 __all__ = ["RunLog"]
 
@@ -21,7 +22,16 @@ class RunLog:
         Args:
             run_dir: Directory of the run.
             resume_step: Step that the run continues from; records of later steps are dropped, they are done again.
+
+        Raises:
+            ConfigError: if there are records already, and no `resume_step`.
         """
+        records = Path(run_dir) / FILE_NAME
+        if resume_step is None and records.is_file() and records.stat().st_size:
+            raise ConfigError(
+                f"RunLog: `run_dir` must hold no records of another run without `resume_step`, got {records}; pass the "
+                "step that the run goes on from, or name another directory"
+            )
         self._metrics = MetricsLog(run_dir, resume_step=resume_step)
         purge = None if resume_step is None else resume_step + 1
         self._board = SummaryWriter(str(Path(run_dir) / "tensorboard"), purge_step=purge)

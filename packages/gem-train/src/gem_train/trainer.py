@@ -3,9 +3,10 @@
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from gem_train import rng
 from gem_train.balance import SampleBalancer, balance_record
 from gem_train.checkpoint import Checkpointer
+from gem_train.checks import check_whole
 from gem_train.config import TrainerConfig
+from gem_train.description import OF_TRAINING, compare_descriptions, describe
 from gem_train.errors import CheckpointError
 from gem_train.evaluation import Evaluation, evaluate
 from gem_train.feed import Feed, Staged
@@ -82,13 +85,15 @@ class Trainer:
 
         Args:
             config: Settings of the loop.
-            model: A `TrainableModel`, on the world's device, sharded if the world has several ranks.
+            model: A `TrainableModel`, on the world's device, sharded if the world has several ranks. If its `config` is
+                a dataclass, checkpoints keep its values: they load into a model of the same only.
             embeddings: The sparse tables.
             sparse_learning_rate: Peak step size of the tables; it follows the dense schedule.
-            train_source: This rank's training batches.
+            train_source: This rank's training batches. If it has a `global_batch_size`, checkpoints keep it: a resumed
+                run has the same.
             total_steps: Steps from the beginning to the end of the data, equal on all ranks; `config.max_steps` may cut
                 them.
-            tasks: Names of the model's tasks; the NE of the first one selects the best weights.
+            tasks: Names of tasks of the model; the NE of the first one selects the best weights.
             eval_sources: Split ("validation", "test") -> function that makes a source at its beginning.
             world: The ranks; one process on the CPU if not given.
             clip: Gradient norm and clipping over the model's mesh.
@@ -102,14 +107,19 @@ class Trainer:
                 `gem_train.recipes.SegmentCapture`, which puts parts of the model into CUDA graphs; None does nothing.
 
         Raises:
-            ValueError: if an argument and the configuration do not fit together.
+            TypeError: if an argument has another type.
+            ValueError: if one is out of range, or does not fit the configuration or the model.
         """
-        if total_steps < 1 or not tasks:
-            raise ValueError(
-                f"Trainer: `total_steps` must be >= 1 and `tasks` not empty, got {total_steps} and {tasks}; "
-                "check the data and the model"
-            )
+        check_whole("Trainer", "total_steps", total_steps, minimum=1, remedy="check the data")
+        _check_tasks(tasks, model)
+        _check_rate(sparse_learning_rate)
         self._eval_sources = dict(eval_sources or {})
+        for split, source in self._eval_sources.items():
+            if not callable(source):
+                raise TypeError(
+                    f"Trainer: `eval_sources` must be functions that make a source, got {source!r} for {split!r}; "
+                    "give one, or leave the split out"
+                )
         for name, what, missing in (
             ("checkpoint_interval", "checkpointer", checkpointer is None),
             ("select_best", "checkpointer", checkpointer is None),
@@ -125,19 +135,21 @@ class Trainer:
         self.config = config
         self.model = model
         self.embeddings = embeddings
-        self.total_steps = min(total_steps, config.max_steps or total_steps)
+        self.total_steps = min(int(total_steps), config.max_steps or int(total_steps))
         self.step = 0
         """Steps done."""
         self.samples = 0
         """Samples trained on by all ranks, counting repeats."""
         self.best: dict[str, float] | None = None
         """Step and NE of the best validation so far."""
-        self._tasks = tasks
+        self._tasks = tuple(tasks)
         self._sparse_learning_rate = sparse_learning_rate
         self._source = train_source
         self._source_state = train_source.state_dict()
         self._world = world or World()
         self._checkpointer = checkpointer
+        self._newest: int | None = None
+        """Step of the newest checkpoint that is of this run, saved or loaded by it."""
         self._log: RunLog | None = None
         self._progress: Progress = progress or SilentProgress()
         self._should_stop = should_stop
@@ -150,7 +162,7 @@ class Trainer:
         """Samples per second of each training record of this process."""
         self._compared: dict[str, nn.Module] = {}
         """Modules that all ranks have, whose modes they compare: the experts of one are not those of another."""
-        self._window = Window(tasks, self._world)
+        self._window = Window(self._tasks, self._world)
         self._optimizer = build_adamw(model, config)
         self._train_step = TrainStep(
             config,
@@ -176,7 +188,8 @@ class Trainer:
 
         Raises:
             ConfigError: if the ranks were given different settings, or their models' training modes or learning rates
-                come to differ; names the ranks.
+                come to differ; names the ranks. If checkpoints cannot be written, or their directory holds those of a
+                run that this one does not go on from.
             NonFiniteError: if the loss or a gradient is not finite; nothing is saved from then on.
         """
         self._world.check_alike(
@@ -190,6 +203,8 @@ class Trainer:
                 **{field.name: getattr(self.config, field.name) for field in fields(self.config)},
             },
         )
+        if self._checkpointer is not None:
+            self._checkpointer.prepare(after=self._newest)
         modules = dict(self.model.named_modules())
         on_all = set(modules).intersection(*self._world.gather(list(modules)))
         self._compared = {name: module for name, module in modules.items() if name in on_all}
@@ -236,11 +251,22 @@ class Trainer:
 
         Args:
             split: A key of `eval_sources`.
+
+        Raises:
+            ValueError: if it is no key of them, or `tasks` are no outputs of the model.
         """
+        if split not in self._eval_sources:
+            raise ValueError(
+                f"Trainer.evaluate: `split` must be one of {list(self._eval_sources)}, got {split!r}; name one that "
+                "`eval_sources` has"
+            )
         begin = time.perf_counter()
         with self._timer("eval"):
             result = evaluate(self.model, self.embeddings, self._eval_sources[split](), self._world)
-        first = next(iter(result.tasks.values()))
+        self._check_predicted(result.tasks)
+        # The first of `tasks` selects the best weights, and stands for the split; the model's others come last.
+        result = result._replace(tasks={task: result.tasks[task] for task in (*self._tasks, *result.tasks)})
+        first = result.tasks[self._tasks[0]]
         values = {
             "step": self.step,
             "samples": self.samples,
@@ -258,8 +284,12 @@ class Trainer:
         return result
 
     def save(self) -> None:
-        """Publishes a checkpoint of the current step, unless there is one. All ranks call it."""
-        if self._checkpointer is None or self.step in self._checkpointer.steps():
+        """Publishes a checkpoint of the current step, unless this run has one of it. All ranks call it.
+
+        Raises:
+            CheckpointError: if it cannot be written, or another run has one of this step there.
+        """
+        if self._checkpointer is None or self.step == self._newest:
             return
         if self.step:
             self._train_step.guard.check(self.step - 1, wait=True)
@@ -267,6 +297,7 @@ class Trainer:
         with self._timer("checkpoint"):
             protect = [int(self.best["step"])] if self.best else []
             path = self._checkpointer.save(self.step, self._tensors(), self._state(), protect=protect)
+        self._newest = self.step
         if self._log is not None:
             size = sum(file.stat().st_size for file in path.iterdir())
             self._write("checkpoint", {"step": self.step, "seconds": time.perf_counter() - begin, "bytes": size})
@@ -278,28 +309,42 @@ class Trainer:
             step: Which checkpoint.
 
         Raises:
+            TypeError: if `step` is no whole number.
             ValueError: if the trainer ends before that step.
-            CheckpointError: if it is damaged or of another model.
+            CheckpointError: if it is damaged, or of another model or batch size.
         """
         if self._checkpointer is None:
             raise ValueError("Trainer.resume: needs a checkpointer, got None; construct the trainer with one")
-        if step > self.total_steps:
-            raise ValueError(
-                f"Trainer.resume: `step` must be at most `total_steps` ({self.total_steps}), got {step}; "
-                "construct the trainer with more, or resume an earlier checkpoint"
-            )
+        path = self._checkpointer.path(step)
+
+        def check(state: dict[str, Any]) -> None:
+            compare_descriptions(path, state.get("description"), self._description())
+            saved, ours = state.get("global_batch_size"), self._batch_size()
+            if None not in (saved, ours) and saved != ours:
+                # Steps are counted and scheduled in batches: with others, data would be left out or missing at the end.
+                raise CheckpointError(
+                    f"{path} is of a run with `global_batch_size` {saved}, got a source with {ours}; "
+                    f"resume with {saved}"
+                )
+            if step > self.total_steps:
+                raise ValueError(
+                    f"Trainer.resume: `step` must be at most `total_steps` ({self.total_steps}), got {step}; "
+                    "construct the trainer with more, or resume an earlier checkpoint"
+                )
+
         tensors = self._tensors()
         mine = f"rng.rank_{self._world.rank}."
-        state = self._checkpointer.load(step, tensors, optional=("rng.",))
+        state = self._checkpointer.load(step, tensors, optional=("rng.",), check=check)
         self.embeddings.load_state_dict(_strip(tensors, "embeddings."))
         self._window.load_merged(_strip(tensors, "window."))
         self._window.load_account(state["window"])
         try:
             self._source.load_state_dict(state["source"])
         except ValueError as error:
-            raise CheckpointError(f"{self._checkpointer.path(step)} is of other data: {error}") from error
+            raise CheckpointError(f"{path} is of other data: {error}") from error
         self._source_state = state["source"]
         self.step, self.samples, self.best = int(state["step"]), int(state["samples"]), state["best"]
+        self._newest = self.step
         if self._world.rank < int(state["world_size"]):
             rng.restore(_strip(tensors, mine), self._world.device)
         else:
@@ -312,14 +357,36 @@ class Trainer:
             step: Which checkpoint.
 
         Raises:
+            TypeError: if `step` is no whole number.
             CheckpointError: if it is damaged or of another model.
         """
         if self._checkpointer is None:
             raise ValueError("Trainer.load_weights: needs a checkpointer, got None; construct the trainer with one")
         tensors = {k: v for k, v in self._tensors().items() if k.startswith(_DENSE_AND_SPARSE)}
-        state = self._checkpointer.load(step, tensors, only=_DENSE_AND_SPARSE)
+        path = self._checkpointer.path(step)
+
+        def check(state: dict[str, Any]) -> None:
+            compare_descriptions(path, state.get("description"), self._description(), leave_out=OF_TRAINING)
+
+        state = self._checkpointer.load(step, tensors, only=_DENSE_AND_SPARSE, check=check)
         self.embeddings.load_state_dict(_strip(tensors, "embeddings."))
         self.step, self.samples = int(state["step"]), int(state["samples"])
+        self._newest = self.step
+
+    def _description(self) -> dict[str, Any]:
+        return describe(self.model, self.embeddings, self._tasks)
+
+    def _batch_size(self) -> int | None:
+        size = getattr(self._source, "global_batch_size", None)
+        return None if size is None else int(size)
+
+    def _check_predicted(self, predicted: Collection[str]) -> None:
+        """Refuses tasks that the model turns out not to have, where its config did not tell."""
+        if unknown := [task for task in self._tasks if task not in predicted]:
+            raise ValueError(
+                f"Trainer: `tasks` must be outputs of the model that have labels, {list(predicted)}, got {unknown}; "
+                "name those"
+            )
 
     def _one_step(self, feed: Feed, watch: StepWatch) -> bool:
         """All of a step that must end in time; false if there is no batch for it."""
@@ -342,6 +409,7 @@ class Trainer:
         self.step += 1
         self.samples += staged.num_samples
         self._source_state = staged.source_state
+        self._check_predicted([task for task in result.logits if task in staged.batch.labels])
         self._window.add(result, staged.batch.labels, staged.num_samples)
         if self.step % self.config.log_interval == 0:
             self._record(balance)
@@ -387,11 +455,11 @@ class Trainer:
         self._write("end", {"step": self.step, "samples": self.samples, "seconds": seconds, "reason": reason})
         if reason != "interrupted":
             if self.config.select_best and self.best is not None and int(self.best["step"]) != self.step:
-                last = self.step, self.samples
+                last = self.step, self.samples, self._newest
                 self.load_weights(int(self.best["step"]))
                 self._progress.say(f"testing with the weights of step {self.step}, the best validation NE")
                 evaluations |= self._evaluate_test()
-                self.step, self.samples = last
+                self.step, self.samples, self._newest = last
             else:
                 evaluations |= self._evaluate_test()
         self._progress.close()
@@ -468,6 +536,8 @@ class Trainer:
             "samples": self.samples,
             "total_steps": self.total_steps,
             "world_size": self._world.size,
+            "global_batch_size": self._batch_size(),
+            "description": self._description(),
             "best": self.best,
             "source": self._source_state,
             "window": self._window.merged_account(),
@@ -479,6 +549,24 @@ def _modes(modules: Mapping[str, nn.Module]) -> str:
     training = {name: module.training for name, module in modules.items()}
     changes = [name for name in training if not name or training[name] != training[name.rpartition(".")[0]]]
     return ", ".join(f"{name or 'model'} {'training' if training[name] else 'evaluation'}" for name in changes)
+
+
+def _check_tasks(tasks: tuple[str, ...], model: nn.Module) -> None:
+    named = isinstance(tasks, tuple | list) and all(isinstance(task, str) for task in tasks)
+    if not named or not tasks or len(set(tasks)) < len(tasks):
+        raise ValueError(
+            f"Trainer: `tasks` must be names, at least one, each once, got {tasks!r}; name those of the model"
+        )
+    known = getattr(getattr(model, "config", None), "tasks", None)
+    if isinstance(known, tuple | list) and not set(tasks) <= set(known):
+        raise ValueError(f"Trainer: `tasks` must be tasks of the model, {known!r}, got {tasks!r}; name those")
+
+
+def _check_rate(rate: float) -> None:
+    if isinstance(rate, bool) or not isinstance(rate, Real) or not 0 <= rate < math.inf:
+        raise ValueError(
+            f"Trainer: `sparse_learning_rate` must be a finite number >= 0, got {rate!r}; 0 leaves the tables alone"
+        )
 
 
 def _due(step: int, interval: int) -> bool:

@@ -9,6 +9,7 @@ from gem_train.checkpoint import Checkpointer
 from gem_train.cli.output import complain, say
 from gem_train.cli.processes import layout_assignments, num_processes, start
 from gem_train.cli.table import format_table, undefined_scores
+from gem_train.description import OF_TRAINING, compare_descriptions, describe
 from gem_train.errors import ConfigError
 from gem_train.evaluation import evaluate
 from gem_train.launch import is_worker, join, leave
@@ -65,7 +66,12 @@ def run(args: argparse.Namespace) -> int:
     tensors = {f"model.{name}": tensor for name, tensor in parts.model.state_dict().items()}
     tables = parts.embeddings.state_dict()
     tensors |= {f"embeddings.{name}": tensor for name, tensor in tables.items()}
-    checkpointer.load(step, tensors, only=_WEIGHTS)
+    ours = describe(parts.model, parts.embeddings, config.model.tasks)
+
+    def check(state: dict[str, Any]) -> None:
+        compare_descriptions(checkpointer.path(step), state.get("description"), ours, leave_out=OF_TRAINING)
+
+    checkpointer.load(step, tensors, only=_WEIGHTS, check=check)
     parts.embeddings.load_state_dict(tables)
     result = evaluate(parts.model, parts.embeddings, parts.eval_sources[args.split](), world, curve_points=0)
     leave()
