@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gem_kernels._src.eager import launches_directly
+from gem_kernels._src.jagged.index import can_read
 from gem_kernels._src.validate import (
     check_constant,
     check_device,
@@ -86,8 +87,8 @@ def hat_columns(
         (T, width) float32, without a gradient: data, not results, have ages.
 
     Raises:
-        ValueError: on shapes, devices or numbers that do not fit, on tensors that require a gradient, and on the CPU on
-            offsets that do not rise from 0 to T or a sequence above ``max_seqlen``.
+        ValueError: on shapes, devices or numbers that do not fit, on tensors that require a gradient, and on the CPU,
+            on CUDA while debugging, on offsets that do not rise from 0 to T or a sequence above ``max_seqlen``.
         TypeError: on a dtype or argument type that does not fit.
     """
     op = "hat_columns"
@@ -105,7 +106,7 @@ def hat_columns(
         )
     check_offsets(op, "offsets", offsets, age)
     check_max_seqlen(op, "max_seqlen", max_seqlen)
-    if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+    if can_read(offsets):
         check_offset_values(op, "offsets", offsets, age.shape[0], "max_seqlen", max_seqlen)
     for name, knots in (("age_knots", age_knots), ("recency_knots", recency_knots)):
         _check_knots(op, name, knots)

@@ -70,7 +70,7 @@ def jagged_attention(
         time_bias: (H, N) float, added likewise: entry ``[h, min(floor(R * octave(gap)), N - 1)]`` for a gap of
             ``abs(times_q[i] - times_k[j])`` seconds, see below. Differentiable; at most ``128 * R`` columns.
         times_q: (T_q,) time of each query row, needed with ``time_bias``: int64, int32, float32 or float64, in seconds
-            (Unix times or ages; only differences count). Not differentiated.
+            (Unix times or ages; only differences count). It must not require a gradient.
         times_k: (T_k,) time of each key row, dtype of ``times_q``.
         time_buckets_per_octave: R: 1, 2, 4 or 8 buckets each time the gap doubles; left out without ``time_bias``.
         request_index: (B,) int32 or int64, non-decreasing. Query sequence i reads key sequence ``request_index[i]``, so

@@ -73,7 +73,7 @@ def mx_quantize(
 
     Raises:
         TypeError: if ``x_hp`` is no Tensor or of another dtype.
-        ValueError: on another shape, block shape, element format or mode.
+        ValueError: on another shape, block shape, element format or mode, or a tensor that requires a gradient.
     """
     op = "mx_quantize"
     check_input(op, x_hp)

@@ -62,10 +62,13 @@ class Checkpointer:
 
     def steps(self) -> tuple[int, ...]:
         """Steps of the published checkpoints, oldest first."""
-        if not self.directory.is_dir():
-            return ()
-        matches = ((_PUBLISHED.fullmatch(path.name), path) for path in self.directory.iterdir())
-        return tuple(sorted(int(match[1]) for match, path in matches if match and (path / "manifest.json").is_file()))
+        return tuple(step for step, path in self._directories().items() if (path / "manifest.json").is_file())
+
+    def _directories(self) -> dict[int, Path]:
+        """Step -> directory, oldest first, also of checkpoints that have lost their manifest."""
+        paths = self.directory.iterdir() if self.directory.is_dir() else ()
+        matches = ((_PUBLISHED.fullmatch(path.name), path) for path in paths)
+        return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
     def latest(self) -> int | None:
         """Step of the newest published checkpoint, or None.
@@ -75,10 +78,8 @@ class Checkpointer:
                 to a step that cannot be saved.
         """
         latest = max(self.steps(), default=None)
-        names = self.directory.iterdir() if self.directory.is_dir() else ()
-        for path in sorted(names):
-            match = _PUBLISHED.fullmatch(path.name)
-            if match and int(match[1]) > (latest or 0) and not (path / "manifest.json").is_file():
+        for step, path in self._directories().items():
+            if step > (latest or 0) and not (path / "manifest.json").is_file():
                 raise CheckpointError(
                     f"{path}/manifest.json is missing; the checkpoint is damaged, {self._instead(path)}"
                 )
@@ -119,9 +120,7 @@ class Checkpointer:
                 "its permissions, or name another"
             ) from error
         # Those that lost their manifest, too: a step that has a directory cannot be saved.
-        matches = (_PUBLISHED.fullmatch(path.name) for path in self.directory.iterdir())
-        steps = sorted(int(match[1]) for match in matches if match)
-        others = steps if after is None else [step for step in steps if step > after]
+        others = [step for step in self._directories() if after is None or step > after]
         if others and after is None:
             raise ConfigError(
                 f"Checkpointer: `directory` must hold no checkpoints of another run, got {self.directory} with those "
@@ -136,8 +135,8 @@ class Checkpointer:
 
     def clear(self) -> None:
         """Removes the checkpoints and what saves that did not end have left, and nothing else."""
-        for path in self.directory.iterdir() if self.directory.is_dir() else ():
-            if path.is_dir() and (path.name.startswith(_TEMPORARY) or _PUBLISHED.fullmatch(path.name)):
+        for path in (*self._directories().values(), *self.directory.glob(f"{_TEMPORARY}*")):
+            if path.is_dir():
                 shutil.rmtree(path)
 
     def save(
